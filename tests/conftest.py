@@ -1,4 +1,4 @@
-"""`pytest -m quick`, and Hypothesis profiles: `--hypothesis-profile=quick` takes few examples."""
+"""`pytest -m quick`, and Hypothesis profiles. `--hypothesis-profile=quick` runs few examples."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.quick import LONG, is_quick
 
 TESTS = Path(__file__).parent
 
-# The same examples each time, so that a failure is the commit's; how long one takes says nothing on
-# a machine that others use as well. `--hypothesis-profile=random` takes other examples each time.
+# Examples are the same each time, so that a failure belongs to the commit. There is no deadline,
+# since the machine may be shared. `--hypothesis-profile=random` runs other examples each time.
 slow = [HealthCheck.too_slow]
 settings.register_profile("fixed", deadline=None, derandomize=True, suppress_health_check=slow)
 settings.register_profile("random", settings.get_profile("fixed"), derandomize=False)
@@ -21,14 +21,14 @@ settings.load_profile("fixed")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m quick` alone, files without a quick test are not even imported."""
+    """Skip files without a quick test if the marker is `quick`, so they are not imported."""
     if config.option.markexpr != "quick" or collection_path.suffix != ".py":
         return None
     return not is_quick(str(collection_path.relative_to(TESTS))) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests come first, so that no worker begins one when the others are done."""
+    """Run long tests first, so that workers finish at about the same time."""
     items.sort(key=lambda item: str(item.path.relative_to(TESTS)) not in LONG)
     for item in items:
         name = getattr(item, "originalname", item.name)

@@ -1,6 +1,7 @@
-"""A Hub on a loopback port: as much of its HTTP interface as finding and downloading models takes.
+"""Stand-in for the Hugging Face Hub on a loopback port, for finding and downloading models.
 
-A repository is a dict of file names to bytes. `gated`: its files are refused, as the Hub does.
+A repository is a dict of file names to bytes. Files of `gated` repositories are refused, like on
+the Hub.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ COMMIT = "c0ffee" * 6 + "c0ff"
 class Hub:
     url: str = ""
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)  # of files that claim another one
+    sizes: dict[str, int] = field(default_factory=dict)  # sizes to report in place of the real ones
     gated: set[str] = field(default_factory=set)
-    status: int = 200  # of every answer, if it is another
-    asked: list[str] = field(default_factory=list)  # paths, in order
+    status: int = 200  # status of all responses if it is not 200
+    asked: list[str] = field(default_factory=list)  # requested paths, in order
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -1,7 +1,8 @@
-"""Processes that begin with packages of others imported, which takes longer than many tests do.
+"""Processes that start with third-party packages imported, since imports take long.
 
-Each is a fork of one that has imported them, and nothing of ours: `python -m tests.forks PACKAGES`
-reads what to do, a line of JSON a fork, and writes how each ended.
+Each is a fork of a process that has imported them, but no module of this project. `python -m
+tests.forks PACKAGES` reads one task per line in JSON, runs each in a fork, and writes its exit
+status.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MOST_S = 1800
 
 
 class Forks:
-    """A process to fork, which ends with this one. `environment`: of it and its forks."""
+    """A process to fork, which ends with its parent. `environment` applies to it and its forks."""
 
     def __init__(self, *packages: str, **environment: str) -> None:
         variables = [f"{name}={value}" for name, value in environment.items()]
@@ -35,9 +36,9 @@ class Forks:
     def run(
         self, function: str, *arguments: str, folder: Path = ROOT, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """What "module:function" says with these arguments in a fork, and its exit code.
+        """Run "module:function" with the arguments in a fork. Return its output and exit code.
 
-        The folder is where it looks for modules first.
+        `folder` is the working folder and the first one on the module path.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
         with TemporaryDirectory() as written:
@@ -57,7 +58,7 @@ class Forks:
 def do(
     function: str, arguments: list[str], environment: dict[str, str], folder: str, *written: str
 ) -> None:
-    """Ends the process, as Python does where it need not undo what was imported."""
+    """Run a task and end the process without Python's usual cleanup of imported modules."""
     signal.alarm(MOST_S)
     for number, path in enumerate(written, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)

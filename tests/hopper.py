@@ -1,4 +1,4 @@
-"""A Hopper GPU as far as Triton's compiler asks for one: nothing runs on it."""
+"""Stand-in for a Hopper GPU, sufficient for Triton's compiler."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Hopper:
-    """What Triton asks of a driver before it compiles."""
+    """The part of a Triton driver that compilation needs."""
 
     def get_current_device(self) -> int:
         return 0

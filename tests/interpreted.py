@@ -1,5 +1,7 @@
-"""Tests in Triton's interpreter, in a process of their own: TRITON_INTERPRET must be set before
-triton is imported, and other tests may have imported it already."""
+"""Tests in Triton's interpreter, run in a separate process.
+
+TRITON_INTERPRET must be set before triton is imported, and other tests may have imported it.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
 class PatchedOnce:
-    """In place of the interpreter's _patch_lang, which replaces triton.language's functions.
+    """Replacement of the interpreter's _patch_lang, which patches the functions of triton.language.
 
-    It does so for every call of a function by a kernel, although they are replaced until the
-    kernel ends: a quarter of all time. Here it does for a kernel, and where a function knows a
-    module that the kernel does not.
+    The original patches again for each function that a kernel calls, although the patch lasts until
+    the kernel ends. That takes a quarter of the run time. This one patches once per kernel, and
+    again only for functions with other modules.
     """
 
     def __init__(self, patch: Callable) -> None:
@@ -43,27 +45,27 @@ class PatchedOnce:
 
 
 def in_interpreter(test: Callable) -> Callable:
-    """Collected in the child process only."""
+    """Mark a test that is collected in the child process only."""
     test.__test__ = INTERPRETED
     return test
 
 
 def in_parent(test: Callable) -> Callable:
-    """Not collected in the child process."""
+    """Mark a test that is not collected in the child process."""
     test.__test__ = not INTERPRETED
     return test
 
 
 @functools.cache
 def forks() -> Forks:
-    """Without a GPU, and with what most of these tests import."""
+    """Return forks without a GPU, with the imports of most of these tests."""
     packages = "pytest", "hypothesis.strategies", "torch._dynamo", "triton.language", "transformers"
     models = "transformers.models.auto.modeling_auto", "transformers.modeling_utils"
     return Forks(*packages, *models, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
 
 
 def passes(file: str, count: int, *options: str) -> None:
-    """So many tests of a file pass in a child process, and none fails."""
+    """Assert that `count` tests of a file pass in a child process and none fails."""
     quickly = "-p", "no:cacheprovider", "--disable-plugin-autoload"
     done = forks().run(f"{__name__}:run_tests", *quickly, *options, file)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -76,7 +78,7 @@ def run_tests(*arguments: str) -> int:
 
 
 def run_command(*arguments: str) -> None:
-    """`nanovllm ARGUMENTS`."""
+    """Run `nanovllm ARGUMENTS`."""
     from nanovllm.cli import main
 
     main()

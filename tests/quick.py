@@ -1,5 +1,4 @@
-"""The tests of `pytest -m quick`: of every package something, together some two minutes. And what
-takes longest of all."""
+"""Selection of `pytest -m quick`, about two minutes for all packages, and the slowest files."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ QUICK = (
     "test_named_by_tests.py", "test_quick.py", "test_shape_of_code.py", "test_shapes.py",
     "test_docstrings.py", "test_speculate.py", "test_tour.py",
 )  # fmt: skip
-SLOW = {  # tests of these files that take seconds
+SLOW = {  # tests of the quick files that take seconds
     "test_in_the_interpreter",
     "test_a_sleeping_reader_wakes_and_an_idle_one_computes_nothing",
     "test_a_sweep_starts_its_server_once",
@@ -43,7 +42,7 @@ SLOW = {  # tests of these files that take seconds
     "test_ready_until_the_engine_is_gone_or_the_server_ends",
     "test_the_backend_does_not_import_the_language_of_its_kernel",
 }
-LONG = (  # files whose tests take ten seconds and more, each
+LONG = (  # files with tests of ten seconds or more
     "attention/test_latent_rows.py", "end_to_end/test_hybrid.py",
     "kernels/test_all_reduce.py", "kernels/test_delta_kernels.py", "kernels/test_interpreted.py",
     "kernels/test_routed_kernels.py", "kernels/test_sampling.py", "kernels/test_triton_compiles.py",
@@ -52,6 +51,6 @@ LONG = (  # files whose tests take ten seconds and more, each
 
 
 def is_quick(name: str, test: str = "") -> bool:
-    """Whether a path below tests/ is one of these files, or in one of these folders."""
+    """Return True if a path below tests/ is in a quick file or folder."""
     listed = any(name == one or (one.endswith("/") and name.startswith(one)) for one in QUICK)
     return listed and test not in SLOW

@@ -1,4 +1,4 @@
-"""Folders that are no checkpoint to load: a sentence for each, and files that stay inside."""
+"""Folders that are not loadable checkpoints get one sentence each. Files must stay inside."""
 
 from __future__ import annotations
 

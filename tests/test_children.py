@@ -1,4 +1,4 @@
-"""The pipe between a child and its supervisor: heartbeats from the first moment, and messages."""
+"""The pipe between a child and its supervisor: early heartbeats, and messages."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from nanovllm.config import load_config
 
 
 class Left(BaseException):
-    """Instead of the end of a process."""
+    """Raised in place of the end of a process."""
 
 
 @pytest.fixture
 def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Connection, Word, Thread]]:
-    """The supervisor's end, and a child whose thread serves the other."""
+    """Yield the supervisor's end of a pipe, and a child with a thread at the other end."""
 
     def leave(code: int) -> None:
         raise Left
@@ -45,7 +45,7 @@ def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Connection, Word, Th
 
 
 def received(pipe: Connection, text: str) -> str:
-    """The first message that begins with `text`; what comes before are heartbeats."""
+    """Return the first message that begins with `text`, after heartbeats."""
     while True:
         assert pipe.poll(30)
         if (said := pipe.recv()).startswith(text):
@@ -85,7 +85,7 @@ def test_an_engine_is_told_once_that_no_api_process_follows(pipe) -> None:
     while not left and time.monotonic() < deadline:
         time.sleep(0.01)
     assert left == [1]
-    word.on_leave(lambda: left.append(2))  # it is known already
+    word.on_leave(lambda: left.append(2))  # it has happened already, so the callback runs at once
     assert left == [1, 2]
 
 

@@ -1,4 +1,4 @@
-"""Delete any choice's file and its lines of the registry, and the rest works."""
+"""Each choice is deletable: without its file and its lines of the registry, the rest works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a recipe's model is found: a folder, the hub's local cache, nowhere."""
+"""Lookup of a recipe's model: a folder, the local Hub cache, or an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What RECIPE may be, and that every mistake in it, or in a key, is one line that helps."""
+"""Values of RECIPE, and one line with a remedy for each mistake in it or in a key."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_model_s_folder_is_a_recipe(tmp_path: Path) -> None:
     config = load_config(str(copy), ["schedule.slots=3"])
     assert (config.model_dir, config.served_name) == (str(copy), "my-model")
     assert (config.source, config.recipe.schedule.slots) == (str(copy), 3)
-    assert parser_of(config) == "qwen3"  # by the template
+    assert parser_of(config) == "qwen3"  # selected by the template
     (copy / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     assert parser_of(config) == "qwen3"
 
@@ -86,7 +86,7 @@ def test_a_hub_id_that_a_shipped_recipe_serves_uses_that_recipe() -> None:
         checked = read_recipe(named, ["schedule.slots=3"])
         assert Path(checked.source).name == "qwen3-8b.yaml"
         assert (checked.recipe.model, checked.recipe.schedule.slots) == ("Qwen/Qwen3-8B", 3)
-        assert checked.recipe.schedule.step_tokens == 8448  # as that recipe has it
+        assert checked.recipe.schedule.step_tokens == 8448  # from the built-in recipe
     for name, path in recipes.models().items():
         assert read_recipe(name) == read_recipe(path.stem)
     assert len(recipes.models()) == 11
@@ -94,7 +94,7 @@ def test_a_hub_id_that_a_shipped_recipe_serves_uses_that_recipe() -> None:
 
 
 def test_names_of_a_model(tmp_path: Path, monkeypatch) -> None:
-    """All that a client may have read: the hub id, its last part, RECIPE, `served_name`."""
+    """Clients may use the Hub id, its last part, RECIPE, and `served_name`."""
 
     def names(named: str | None, *more: str) -> list[str]:
         return load_config(named, ["load.format=dummy", *more]).model_names
@@ -118,7 +118,7 @@ def test_names_of_a_model(tmp_path: Path, monkeypatch) -> None:
 def test_what_lies_here_wins_over_what_is_shipped(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert read_recipe("paper").recipe.engine == "paper"
-    (tmp_path / "paper").mkdir()  # without a config.json it is no model
+    (tmp_path / "paper").mkdir()  # without a config.json it is not a model
     assert read_recipe("paper").recipe.engine == "paper"
     shutil.copytree(DEMO, tmp_path / "paper", dirs_exist_ok=True)
     assert read_recipe("paper").recipe.model == "paper"
@@ -137,7 +137,7 @@ def test_what_is_none_of_these_is_told_what_there_is(tmp_path: Path) -> None:
 
 
 def test_the_wheel_ships_recipes_and_every_package() -> None:
-    """`pip wheel .` copies what pyproject.toml lists, and nothing else."""
+    """`pip wheel .` copies only files that pyproject.toml lists."""
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     places = setuptools["package-dir"]
     data = {"demo", "demo.draft", "server.page", "server.templates", "shipped", "shipped.configs"}
@@ -256,7 +256,7 @@ def test_any_name_gives_a_config_or_one_line(named: str) -> None:
         assert len(str(error).splitlines()) == 1
 
 
-# -- before anything is loaded -----------------------------------------------------------------
+# -- before loading ----------------------------------------------------------------------------
 
 
 def test_a_parser_is_known_before_anything_is_started() -> None:
@@ -268,7 +268,7 @@ def test_a_parser_is_known_before_anything_is_started() -> None:
 
 @pytest.mark.parametrize("empty", ["", " ", "\n", "\r\n\t "])
 def test_an_empty_key_is_refused(empty, monkeypatch) -> None:
-    """It comes from a variable that is not set, and would leave the server open."""
+    """An empty key comes from an unset variable, and would leave the server open."""
     said = r"^server\.api_key \(--api-key\) is empty; leave it out, and the server needs no key"
     with pytest.raises(ConfigError, match=said):
         load_config(None, (), {"server.api_key": empty})
@@ -280,7 +280,7 @@ def test_an_empty_key_is_refused(empty, monkeypatch) -> None:
 
 
 def test_a_key_has_no_white_space_around_it(monkeypatch) -> None:
-    """Files end with a newline, which no header carries."""
+    """Files end with a newline, which headers cannot contain."""
     for key in ("s3 cr\u00e9t\n", "s3 cr\u00e9t\r\n", " \ts3 cr\u00e9t \n\n"):
         config = load_config(None, (), {"server.api_key": key})
         monkeypatch.setenv("NANOVLLM_API_KEY", key)
@@ -297,7 +297,7 @@ def test_a_key_of_the_environment_is_used_and_never_shown(monkeypatch) -> None:
     config = load_config(None)
     assert config.recipe.server.api_key == "of-the-night"
     assert load_config(None, ["server.api_key=mine"]).recipe.server.api_key == "mine"
-    hidden = without_api_key(config)  # what the engine, its `Ready` and records get
+    hidden = without_api_key(config)  # for the engine, its `Ready` message and records
     assert hidden.recipe.server.api_key == "..."
     assert "of-the-night" not in repr(hidden) + repr(config.changed)
     assert hide_secrets({"server": {"api_key": "of-the-night"}}) == {"server": {"api_key": "..."}}

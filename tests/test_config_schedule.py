@@ -1,6 +1,6 @@
-"""The token budgets of a schedule: what "auto" means, and what is refused.
+"""Token budgets of a schedule: values of "auto", and refused values.
 
-mixed_step_tokens stays "auto", for engine/pace.py to follow what is measured.
+mixed_step_tokens stays "auto", since engine/pace.py adjusts it to measured times.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
         (Schedule(mixed_step_tokens=4096), False, (512, 8192, 4096)),
         (Schedule(mixed_step_tokens=4096), True, (16, 512, 512)),  # a GPU's recipe on a CPU
         (Schedule(mixed_step_tokens=101, step_tokens=100), False, (100, 100, 100)),
-        (Schedule(mixed_step_tokens=8), True, (16, 512, 8)),  # fewer than slots: allowed
+        (Schedule(mixed_step_tokens=8), True, (16, 512, 8)),  # fewer than slots, which is allowed
     ],
 )
 def test_auto_becomes_numbers(
@@ -53,7 +53,7 @@ def test_a_budget_out_of_range_is_refused(value: int) -> None:
         ("ageing_s", "0.0", "0.001 and 86400"),
         ("ageing_s", "86401.0", "0.001 and 86400"),
         ("overtake_steps", "-1", "0 and 1048576"),
-        ("max_queue", "0", "1 and 1048576"),  # which would refuse whoever comes
+        ("max_queue", "0", "1 and 1048576"),  # 0 would refuse all requests
     ],
 )
 def test_who_waits_how_long_has_its_limits(key: str, value: str, limits: str) -> None:

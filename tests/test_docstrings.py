@@ -1,4 +1,4 @@
-"""Docstrings are sentences: they begin as one does, end as one does, and have a subject."""
+"""Docstrings are sentences with a capital letter, a full stop and a subject."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 FILES = [p for folder in ("nanovllm", "kernels") for p in sorted((ROOT / folder).rglob("*.py"))]
 BEGIN = re.compile(r"[A-Z0-9`(]|[a-z]+([._]\w+)+\b")  # a capital letter, or code
 NO_SUBJECT = re.compile(r"(As|Of)\b(?! soon)")
-NOT_YET: tuple[str, ...] = ()  # files whose docstrings are not sentences yet; may only shrink
+NOT_YET: tuple[str, ...] = ()  # exempt files with other docstrings; the list may only shrink
 
 
 def faults(text: str) -> list[str]:

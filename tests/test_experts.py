@@ -1,4 +1,4 @@
-"""Which ranks hold which experts: the file, what is amiss with one, and where copies go."""
+"""Placement of experts on ranks: the file, errors in it, and the choice of replicas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def spread(path: Path, *ranks: ExpertsByRank) -> Spread:
 
 
 def busiest(tokens: list[int], ranks: ExpertsByRank) -> float:
-    """The most tokens of a rank over their mean, where copies share an expert's."""
+    """Return the maximum load of a rank relative to the mean. Replicas share an expert's tokens."""
     counts = [sum(expert in held for held in ranks) for expert in range(len(tokens))]
     loads = [sum(tokens[expert] / counts[expert] for expert in held) for held in ranks]
     return max(loads) * len(ranks) / sum(loads)
@@ -115,7 +115,7 @@ def test_what_an_engine_tells_becomes_a_placement(tmp_path: Path) -> None:
     write_placement(lines, path, 2, 0)
     assert path.read_bytes().startswith(b'{"layer":1,"tokens":[50,6],"ranks":[[0],[1]]}\n')
     assert Spread(str(path)).ranks(3, 2, 2) == [[1], [0]]
-    write_placement(lines + b"\n" + lines, path, 2, 0)  # of two engines
+    write_placement(lines + b"\n" + lines, path, 2, 0)  # two engines
     assert path.read_bytes().startswith(b'{"layer":1,"tokens":[100,12],"ranks":[[0],[1]]}\n')
     unseen = "no experts, or tells of none, as its server.page is off"
     for wrong, ranks, said in ((lines, 3, "2 experts over 3 ranks"), (b"", 2, unseen)):

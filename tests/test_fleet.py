@@ -1,4 +1,4 @@
-"""Lost engines are restarted after growing waits; the end of the last one is the end."""
+"""Lost engines are restarted after increasing delays. The server ends with its last engine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from nanovllm.fleet import Fleet
 
 
 class Rank:
-    """A process of one life, as the supervisor sees it."""
+    """A process of one life, with the supervisor's interface."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.pid = None
         self.exitcode: int | None = None
-        self.stays = False  # no signal reaches it
+        self.stays = False  # signals have no effect
         self.word, self.said = Pipe()
         self.was_killed = False
 
@@ -39,13 +39,13 @@ class Rank:
 
 
 class Starts:
-    """Spawns ranks; `lives` has those of each life of an engine."""
+    """Factory of ranks. `lives` has the ranks of each life of an engine."""
 
     def __init__(self, name: str, num_ranks: int) -> None:
         self.name = name
         self.num_ranks = num_ranks
         self.lives: list[list[Rank]] = []
-        self.fault: Exception | None = None  # of every start from now on
+        self.fault: Exception | None = None  # raised by each later start
 
     def __call__(self) -> list[tuple[Any, Connection]]:
         if self.fault is not None:
@@ -73,7 +73,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def after(clock: SimpleNamespace, seconds: float, found: Fleet) -> str:
-    """What the supervisor finds in its first turn after some seconds."""
+    """Advance the clock by `seconds`. Return the supervisor's next result."""
     clock.now += seconds
     return found.lost()
 
@@ -111,7 +111,7 @@ def test_waits_double_up_to_a_minute_and_begin_anew_after_a_steady_life(
     assert clock.now - begun > 360 and len(b.lives) == 1
     a.lives[-1][0].said.send("ready")
     assert found.lost() == ""
-    a.lives[-1][0].die()  # soon after it was ready: this is no steady life
+    a.lives[-1][0].die()  # an end shortly after ready does not count as a steady life
     assert found.lost() == "" == after(clock, 59, found) and len(a.lives) == 12
     assert after(clock, 1.1, found) == "" and len(a.lives) == 13
     a.lives[-1][0].said.send("ready")
@@ -159,7 +159,7 @@ def test_a_start_that_fails_for_ever_is_given_up(clock: SimpleNamespace) -> None
 
 
 def test_nobody_says_that_an_engine_starts_again_while_all_are_being_ended(caplog) -> None:
-    """Where all end well, the first of them was an error in the log."""
+    """If all end normally, the first of them used to log an error."""
     found, (a, b) = fleet_of(2, restarts=3)
     a.lives[0][0].die(0)
     assert found.lost(restarts=False) == ""
@@ -236,7 +236,7 @@ def test_one_that_does_not_load_counts_as_any_other(says: bool, clock: SimpleNam
 
 
 def test_a_rank_that_ends_while_others_load_ends_them(clock: SimpleNamespace) -> None:
-    """It had said that it is ready, so nobody waits for its word any more."""
+    """The rank has reported ready, so its messages are no longer awaited."""
     found, (a, _) = fleet_of(2, restarts=3, num_ranks=2)
     a.lives[0][0].die()
     found.lost()
@@ -269,7 +269,7 @@ def test_restarts_are_those_of_an_hour(clock: SimpleNamespace, caplog) -> None:
         assert found.lost() == "" == after(clock, 2.1, found)
     assert len(a.lives) == 3
     assert caplog.messages[-1].endswith("; no restarts left for it (parallel.restarts 2)")
-    clock.now = 1000 + 60 + 2.1 + 3599  # the first restart is nearly an hour old
+    clock.now = 1000 + 60 + 2.1 + 3599  # the first restart is almost an hour old
     assert found.lost() == "" and len(a.lives) == 3
     assert after(clock, 2, found) == "" and len(a.lives) == 4
 

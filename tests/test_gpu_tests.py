@@ -1,4 +1,4 @@
-"""Tests that need a GPU are not collected without one: what they import is there all the same."""
+"""All imports of GPU tests exist. Without a GPU these tests are not collected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODULES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 @pytest.mark.parametrize("name", MODULES)
 def test_what_is_imported_exists(name: str) -> None:
-    """Also by a function, when it is called."""
+    """Imports inside functions are included."""
     import_module(f"tests.gpu.{name}")
     for node in ast.walk(ast.parse((FOLDER / f"{name}.py").read_text())):
         if isinstance(node, ast.ImportFrom):

@@ -1,4 +1,4 @@
-"""Host names and origins, as browsers write them and as they are forged."""
+"""Host names and origins, as browsers send them and in forged forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of the Hub that cannot be served: said at once, in a process of its own, without torch."""
+"""Unsupported models of the Hub are refused at once, in a separate process without torch."""
 
 from __future__ import annotations
 
@@ -48,8 +48,10 @@ def hub() -> Iterator[Hub]:
 
 
 def serve(home: Path, *arguments: str, run: str = RUN, **environment: str) -> tuple[int, str, str]:
-    """The exit code, the last line of the errors, and all of the output. Said within 3 s of CPU
-    time, and without importing torch."""
+    """Return the exit code, the last line of stderr, and the output of `serve`.
+
+    Assert that it takes at most 3 s of CPU time and does not import torch.
+    """
     kept = {name: value for name, value in os.environ.items() if name.lower() not in PROXIES}
     kept |= {"HF_HOME": str(home), **environment}
     command = [sys.executable, "-c", run, "serve", *arguments]
@@ -153,14 +155,14 @@ def test_a_network_that_swallows_connections_is_not_waited_for(tmp_path) -> None
     server, waiting = socket.socket(), []
     server.bind(("127.0.0.1", 0))
     server.listen(0)
-    for _ in range(4):  # its queue is full, so that the system drops others
+    for _ in range(4):  # the queue is full, so the system drops further connections
         waiting.append(client := socket.socket())
         client.setblocking(False)
         client.connect_ex(server.getsockname())
     url, begun = f"http://127.0.0.1:{server.getsockname()[1]}", time.monotonic()
     code, line, _ = serve(tmp_path, "some/model", HF_ENDPOINT=url)
     assert code == 2 and f"no connection to {url} (no answer within 1.5 s)" in line
-    assert time.monotonic() - begun < 10  # 3 s on a machine that has nothing else to do
+    assert time.monotonic() - begun < 10  # 3 s on an idle machine
     for one in (server, *waiting):
         one.close()
 
@@ -178,7 +180,7 @@ def test_a_model_is_downloaded_once_and_then_served_without_a_network(hub, tmp_p
         code, _, said = serve(tmp_path, "some/demo", HF_ENDPOINT=url)
         assert code == 0 and f"STARTED {folder} some/demo" in said
     gets = [path for path in hub.asked if path.endswith("/model.safetensors")]
-    assert 1 <= len(gets) <= 3  # asked about, read, asked about again
+    assert 1 <= len(gets) <= 3  # metadata, content, metadata again
     assert (folder / "model.safetensors").read_bytes() == (DEMO / "model.safetensors").read_bytes()
 
 

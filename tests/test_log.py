@@ -1,4 +1,4 @@
-"""Lines that wait for nobody: bounded, counted when they are lost, text or JSON."""
+"""Log lines never block: they are queued up to a limit, and lost lines are counted."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_nobody_waits_for_a_reader_and_what_was_lost_is_counted(log: logging.Log
     handler = written_to(log, writes, logging.Formatter("%(message)s"), most_lines=50)
     begin = time.monotonic()
     for number in range(1000):
-        log.info("line %04d %s", number, "x" * 89)  # 100 bytes: 40 of them fill the pipe
+        log.info("line %04d %s", number, "x" * 89)  # 100 bytes; 40 lines fill the pipe
     assert time.monotonic() - begin < 20
     lines: list[str] = []
     with os.fdopen(reads) as file:
@@ -96,7 +96,7 @@ def test_a_line_whose_arguments_do_not_fit_is_the_only_one_lost(log, capsys) -> 
     handler = written_to(log, writes, logging.Formatter("%(message)s"))
     for message, arguments in (("%d", ("no number",)), ("\udcff fine", ())):
         record = logging.LogRecord("x", logging.INFO, "", 0, message, arguments, None)
-        handler.handle(record)  # not by the logger, where pytest listens
+        handler.handle(record)  # not through the logger, which pytest captures
     handler.flush()
     assert os.read(reads, 100) == b"\\udcff fine\n"
     os.close(reads)

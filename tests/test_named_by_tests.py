@@ -1,6 +1,6 @@
-"""Every source file is named by a test: one at its own place, or one that DRIVEN_BY names for it.
+"""Each source file has a test at its own place, or one that DRIVEN_BY names for it.
 
-The place of nanovllm/kv/memory.py is tests/kv/test_memory.py (or test_memory_*.py), that of
+The place of nanovllm/kv/memory.py is tests/kv/test_memory.py (or test_memory_*.py). That of
 kernels/nanovllm_kernels/norm.py is tests/kernels/test_norm.py.
 """
 
@@ -153,7 +153,7 @@ DRIVEN_BY = {
 
 
 def sources() -> set[str]:
-    """The files that have more to say than a docstring."""
+    """Return the files that contain more than a docstring."""
     found = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
     return {
         str(path.relative_to(ROOT)) for path in found if len(ast.parse(path.read_text()).body) > 1

@@ -1,4 +1,4 @@
-"""nanovllm/__init__.py: a server without a Python API, which says so."""
+"""nanovllm/__init__.py: a message that the package is a server without a Python API."""
 
 from __future__ import annotations
 

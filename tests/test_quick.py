@@ -1,4 +1,4 @@
-"""`pytest -m quick` touches every package, and lists name nothing that is not there."""
+"""`pytest -m quick` covers all packages, and its lists contain existing names only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.quick import LONG, QUICK, SLOW, is_quick
 
 TESTS = Path(__file__).parent
 PACKAGES = TESTS.parent / "nanovllm"
-NEW = {"kv", "sched", "spec"}  # may have no folder of tests: those of the paper GPU drive them
+NEW = {"kv", "sched", "spec"}  # may have no folder of tests, since those of tests/paper cover them
 FILES = {str(path.relative_to(TESTS)) for path in TESTS.rglob("test_*.py")}
 
 

@@ -1,4 +1,4 @@
-"""Ranks that a model cannot be cut over are refused before there is a process, without torch."""
+"""Numbers of ranks that do not fit a model are refused before any process starts, without torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = (2, 3, 4, 6, 8, 16, 64)
 
 
 def config_of(path: Path, *overrides: str, **fields: object) -> Config:
-    """The demo's recipe, with another model's config.json."""
+    """Return the demo's recipe with another model's config.json."""
     config = load_config(None, ["device=cpu", *overrides])
     return msgspec.structs.replace(config, config_path=str(path), **fields)
 
@@ -40,7 +40,7 @@ def full_error(config: Config) -> str:
 
 @pytest.mark.parametrize("path", [DEMO / "config.json", *SHIPPED], ids=lambda path: path.stem)
 def test_it_refuses_what_the_full_check_refuses(path: Path) -> None:
-    """In the full check's words. Weights in fp8 alone are left to the full check."""
+    """The messages are those of the full check. Only fp8 weights are left to it."""
     num_missed = 0
     keys = [(f"parallel.tp={size}",) for size in SIZES]
     keys += [(f"parallel.ep={size}",) for size in SIZES]
@@ -85,13 +85,13 @@ def test_no_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     ("fields", "tp", "ep", "is_even"),
     [
         ({"num_attention_heads": 12}, 8, 1, False),
-        ({"num_attention_heads": 8, "num_key_value_heads": 3}, 4, 1, False),  # neither way
+        ({"num_attention_heads": 8, "num_key_value_heads": 3}, 4, 1, False),  # 3 heads, 4 ranks
         ({"num_attention_heads": 8, "num_key_value_heads": 2}, 4, 1, True),  # copies of heads
         ({"num_attention_heads": 8, "num_key_value_heads": 6}, 4, 1, False),
         ({"num_attention_heads": 8, "intermediate_size": 100}, 8, 1, False),
         ({"num_attention_heads": 8, "intermediate_size": 100, "num_experts": 4}, 8, 1, True),
         ({"num_attention_heads": 8, "n_routed_experts": 6}, 1, 4, False),
-        ({"num_attention_heads": 7, "n_routed_experts": 8}, 1, 4, True),  # lanes keep all heads
+        ({"num_attention_heads": 7, "n_routed_experts": 8}, 1, 4, True),  # lanes have all heads
         ({"num_attention_heads": 8}, 1, 2, False),  # no experts
         ({"num_attention_heads": "eight"}, 8, 1, True),  # the full check names the field
         ({}, 8, 1, True),
@@ -136,7 +136,7 @@ def test_more_gpus_than_are_visible(
     check_ranks(config_of(DEMO / "config.json", *asked))  # ranks on a CPU need no GPU
     on_gpus = load_config(None, asked)
     if not expected:
-        check_ranks(on_gpus)  # this is unknown, or it is a CPU
+        check_ranks(on_gpus)  # the number is unknown, or it is a CPU
         return
     said = f"parallel asks for 8 GPUs, 4 for each of 2 engines; visible: {expected}. "
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""The rules of the design that a linter has no word for."""
+"""Rules of the design that no linter has."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ MAX_LINES = {"nanovllm": 500, "recipes": 400, "tests": 500, "kernels": 700}
 MAX_FUNCTION = 60
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "core"}
 MAY_READ_ENVIRONMENT = {"nanovllm/config.py", "nanovllm/log.py"}
-# A Protocol and what it is the shape of; and what each kernel in CuTe DSL or Triton has of its own.
+# Names of classes that may repeat: a Protocol and its implementation, and parts of kernels.
 SAME_NAME = {"SchemaReader", "SkinnyLinear"}
 OF_A_KERNEL = {"Given", "Kind", "Product", "Shape", "Shared", "Size", "Tile"}
-ON_DEVICE = {"jit", "kernel"}  # @triton.jit, @cute.jit, @cute.kernel: check-kernels measures them
+# Decorators @triton.jit, @cute.jit and @cute.kernel. check-kernels measures these functions.
+ON_DEVICE = {"jit", "kernel"}
 WAITS = {"item", "tolist", "cpu", "nonzero", "synchronize"}
 MUST_NOT_WAIT = ("nanovllm/sampling/", "nanovllm/runner/runner.py", "nanovllm/runner/batch.py",
                  "nanovllm/runner/slots.py", "nanovllm/models/decoder.py", "nanovllm/layers/",
@@ -70,7 +71,7 @@ def is_on_device(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def on_host(node: ast.Call) -> bool:
-    """Numpy on the host may: names of its arrays end without a shape suffix."""
+    """Return True for numpy arrays on the host, whose names have no shape suffix."""
     receiver = node.func.value if isinstance(node.func, ast.Attribute) else node.func
     name = getattr(receiver, "attr", getattr(receiver, "id", ""))
     tail = name.rpartition("_")[2]

@@ -1,4 +1,4 @@
-"""Names of tensors end in their shape: letters of one legend, as many as there are dimensions."""
+"""Names of tensors end in their shape: one letter of the legend per dimension."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ LEGEND = legend((ROOT / "nanovllm" / "shapes.md").read_text())
 
 
 def meanings(letter: str, name: str) -> list[str]:
-    """What the letter means in this name: one thing, or the legend is at fault."""
+    """Return the meanings of a letter in a name; the legend must give exactly one."""
     lines = [(names, means) for known, names, means in LEGEND if known == letter]
     listed = [means for names, means in lines if any(fnmatchcase(name, n) for n in names)]
     return listed or [means for names, means in lines if not names]
 
 
 def names_in(tree: ast.AST) -> Iterator[str]:
-    """Variables, attributes, parameters and keywords. Methods of others (partition_A) are not."""
+    """Yield variables, attributes, parameters and keywords, without methods (partition_A)."""
     called = {id(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -79,7 +79,7 @@ def rank_of_name(name: str) -> int | None:
 
 
 def rank(node: ast.expr) -> int | None:
-    """How many dimensions an expression has, where that can be read off; else None."""
+    """Return the number of dimensions of an expression, or None if the code does not show it."""
     if isinstance(node, ast.Name | ast.Attribute):
         return rank_of_name(node.id if isinstance(node, ast.Name) else node.attr)
     if isinstance(node, ast.UnaryOp):
@@ -129,7 +129,7 @@ def rank_of_call(node: ast.Call, called: ast.Attribute) -> int | None:
 
 
 def is_on_device(node: ast.AST) -> bool:
-    """In a kernel a name is a pointer, or a tile of what it points to."""
+    """Return True for kernels, in which a name is a pointer or a tile of its data."""
     used = [d.func if isinstance(d, ast.Call) else d for d in getattr(node, "decorator_list", [])]
     return any(getattr(d, "attr", getattr(d, "id", "")) in {"jit", "kernel"} for d in used)
 

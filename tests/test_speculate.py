@@ -1,4 +1,4 @@
-"""The recipe's section `speculate`: how it is turned on and off, and what is wrong in it."""
+"""The section `speculate` of a recipe: turning it on and off, and errors."""
 
 from __future__ import annotations
 

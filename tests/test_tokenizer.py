@@ -1,4 +1,4 @@
-"""Tokenizers of folders, token by token as transformers reads them."""
+"""Tokenizers of folders, compared token by token with transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def entry(content: str, **fields: object) -> dict[str, object]:
 
 
 PAD = {"__type": "AddedToken", **entry("<pad!>", lstrip=True)}
-del PAD["special"]  # as transformers writes it
+del PAD["special"]  # as in files of transformers
 CASES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "new tokens, the second with a gap": {
@@ -62,7 +62,7 @@ def folder_of(folder: Path, settings: dict[str, Any]) -> Path:
 
 
 def check(folder: Path) -> Tokenizer:
-    """Compare with transformers: every added token, a text's ids, and the text of these ids."""
+    """Compare added tokens, a text's ids, and the text of these ids with transformers."""
     reference, mine = PreTrainedTokenizerFast.from_pretrained(folder), read_tokenizer(folder)
     shown = {at: repr(token) for at, token in mine.get_added_tokens_decoder().items()}
     assert shown == {at: repr(token) for at, token in reference.added_tokens_decoder.items()}

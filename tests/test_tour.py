@@ -1,4 +1,4 @@
-"""What nanovllm/README.md says is there: its files, the words of its glossary, its drawings."""
+"""Files, glossary words and drawings of nanovllm/README.md exist in the code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 TOUR = (ROOT / "nanovllm" / "README.md").read_text()
 CODE = "\n".join(path.read_text() for path in sorted((ROOT / "nanovllm").rglob("*.py")))
 KERNELS = "\n".join(path.read_text() for path in sorted((ROOT / "kernels").rglob("*.py")))
-FORMER = {  # words that the field has others for
+FORMER = {  # former names, with the field's terms
     r"cells?_\w+": "slot_mapping, tokens, pages",
     r"(\w+_)?gain_[A-Z]\w*": "norm_weight",
     r"(head|k|v)_width": "head_size, k_size, v_size",
@@ -22,7 +22,7 @@ FILE = re.compile(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|md))`")
 
 
 def glossary(text: str) -> dict[str, str]:
-    """Our words, and vLLM's for them."""
+    """Return nanovllm's words and vLLM's words for them."""
     lines = text.partition("## Words")[2].partition("\n## ")[0].splitlines()
     cells = [
         [cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines if "|" in line
@@ -68,7 +68,7 @@ def test_every_file_of_the_tour_exists() -> None:
 
 
 def test_drawings_name_what_is_there() -> None:
-    """GitHub draws Mermaid: one drawing of the processes, one of a step."""
+    """GitHub renders Mermaid: a drawing of the processes and one of a step."""
     drawings = re.findall(r"```mermaid\n(.*?)```", TOUR, re.DOTALL)
     assert [drawing.split()[0] for drawing in drawings] == ["flowchart", "sequenceDiagram"]
     folders = re.findall(r"\b(\w+)/(?=[<,\"])", drawings[0])

@@ -1,4 +1,4 @@
-"""Who is lost: a rank that ended, or one without a beat, counted in turns of the supervisor."""
+"""Detection of lost ranks: processes that ended, or that sent no heartbeat for some turns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nanovllm.watch import (
     endings,
 )
 
-TURNS = round(LOST_S / TICK_S)  # that a rank may be silent
+TURNS = round(LOST_S / TICK_S)  # turns without a heartbeat that are allowed
 
 
 def process(name: str, exitcode: int | None = None) -> Any:
@@ -32,7 +32,7 @@ def process(name: str, exitcode: int | None = None) -> Any:
 
 
 class Engine:
-    """Ranks that beat when the test says so."""
+    """Ranks whose heartbeats the test sends."""
 
     def __init__(self, num_ranks: int) -> None:
         self.processes = [process(f"rank{rank}") for rank in range(num_ranks)]
@@ -62,7 +62,7 @@ def test_ranks_may_end_a_moment_after_the_one_they_follow() -> None:
     engine.processes[1].exitcode = 0
     for _ in range(TURNS - 1):
         assert engine.ranks.lost() == ""
-    engine.beat(2)  # alive, and yet it will never end
+    engine.beat(2)  # it is alive, and yet it will never end
     assert engine.ranks.lost().startswith("rank0 ended with exit code 0")
 
 
@@ -113,12 +113,12 @@ def test_a_rank_alone_may_be_silent_for_as_long_as_is_asked() -> None:
 
 
 def test_a_rank_that_reports_a_stuck_step_is_lost() -> None:
-    """Its heartbeat thread lives, and it may even compute: a driver that spins."""
+    """A driver may spin: the heartbeat thread runs, and the process uses CPU time."""
     engine = Engine(1)
     engine.ends[0].send("alive")
     assert engine.ranks.lost() == ""
     engine.ends[0].send("stuck: its step takes 61 s longer than any before")
-    engine.ends[0].send("alive")  # it has ended meanwhile
+    engine.ends[0].send("alive")  # the step has ended meanwhile
     assert engine.ranks.lost() == ""
     engine.ends[0].send("stuck: its step takes 62 s longer than any before")
     said = "rank0 is stuck: its step takes 62 s longer than any before"
@@ -126,7 +126,7 @@ def test_a_rank_that_reports_a_stuck_step_is_lost() -> None:
 
 
 class Loading:
-    """Processes that load: what they have done, and turns of the supervisor."""
+    """Simulated loading processes: their work, and turns of the supervisor."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         self.work = {name: Work() for name in names}
@@ -141,7 +141,7 @@ class Loading:
         self.children = StartingChildren(children)  # type: ignore[arg-type]
 
     def turns(self, seconds: float, *beating: str, **done: Work) -> str:
-        """What is found at the end of so many seconds of turns."""
+        """Return the result after `seconds` of turns."""
         said = ""
         for _ in range(round(seconds / TICK_S)):
             self.now += TICK_S
@@ -167,7 +167,7 @@ def test_a_rank_that_stops_while_loading_is_named(monkeypatch: pytest.MonkeyPatc
 def test_a_rank_that_loads_without_heartbeats_is_alive(
     more: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights may come from a slow disk through mapped pages, with the GIL held."""
+    """Weights may be read from a slow disk through mapped pages, with the GIL held."""
     loading = Loading(monkeypatch, "engine", "rank1")
     assert loading.turns(4 * STOPPED_S, "engine", rank1=more) == ""
 
@@ -176,7 +176,7 @@ def test_ranks_that_all_wait_for_each_other_are_named(monkeypatch: pytest.Monkey
     loading = Loading(monkeypatch, "engine", "rank1")
     beats = "engine", "rank1"
     assert loading.turns(IDLE_S, *beats) == ""
-    assert loading.turns(TICK_S, *beats, rank1=Work(0, 0, 4096)) == ""  # it has read
+    assert loading.turns(TICK_S, *beats, rank1=Work(0, 0, 4096)) == ""  # it has read data
     assert loading.turns(IDLE_S, *beats) == ""
     said = f"engine, rank1 hung while loading: idle for {IDLE_S:.0f} s"
     assert loading.turns(2 * TICK_S, *beats) == said
@@ -198,7 +198,7 @@ def test_a_supervisor_that_paused_has_stopped_no_rank(monkeypatch: pytest.Monkey
 def test_a_rank_that_ended_is_lost_at_once() -> None:
     engine = Engine(2)
     engine.ends[1].close()
-    assert engine.ranks.lost() == ""  # it ends, but has not yet
+    assert engine.ranks.lost() == ""  # the pipe is closed, but the process has not ended yet
     engine.processes[1].exitcode = -signal.SIGKILL
     assert engine.ranks.lost() == "rank1 ended by SIGKILL (9); out of memory?"
 

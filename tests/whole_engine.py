@@ -1,4 +1,4 @@
-"""Scheduler, runner and sampler together in one process: a whole engine without mail or HTTP."""
+"""Scheduler, runner and sampler in one process: a whole engine without IPC or HTTP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_TOKENS = 200
 
 
 class WholeEngine:
-    """`place`: of one rank among several, of which rank 0 is the engine."""
+    """A whole engine. With `place` it is one of several ranks, and rank 0 is the engine."""
 
     def __init__(
         self,
@@ -91,13 +91,13 @@ class WholeEngine:
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
 
     def fill(self, rows: list[tuple[int, list[int]]]) -> Masks:
-        """As a masker: even tokens only."""
+        """Return masks that allow even tokens only. Part of the Masker interface."""
         count = sum(1 + len(drafts) for _, drafts in rows)
         self.num_masked += count
         return np.full((count, -(-self.vocab_size // 32)), 0x55555555, np.int32)
 
     def advance(self, output: StepOutput) -> tuple[int, ...]:
-        """As a masker: nothing to follow."""
+        """Ignore the output. Part of the Masker interface."""
         return ()
 
     def collect(self, out: StepOutput) -> None:
@@ -138,7 +138,7 @@ class WholeEngine:
 
 
 def small_demo(slots: int, *changes: str) -> Built:
-    """The device side of the demo model on a CPU: 100 pages of 8 tokens, requests of up to 256."""
+    """Return the demo model's runner on a CPU, with 100 pages of 8 tokens for up to 256 tokens."""
     sizes = ["cache.pages=100", "cache.page_tokens=8", "server.max_model_tokens=256"]
     sizes += [f"schedule.slots={slots}", "schedule.step_tokens=64"]
     return build(load_config(None, ["device=cpu", *sizes, *changes]))
@@ -151,7 +151,7 @@ def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
 
 @torch.inference_mode()
 def greedy(model: PreTrainedModel, prompt: list[int], max_new: int) -> tuple[list[int], float]:
-    """What transformers generates, and the least distance of a token's logit to the next best."""
+    """Return transformers' greedy text and the least margin of a token's logit."""
     ids = torch.tensor([prompt])
     out = model.generate(
         ids,
@@ -166,7 +166,7 @@ def greedy(model: PreTrainedModel, prompt: list[int], max_new: int) -> tuple[lis
 
 
 def reference(model: PreTrainedModel, prompt: list[int], max_new: int) -> list[int]:
-    """What transformers generates, where another order of sums can't make it another text."""
+    """Return transformers' text. Its margins exceed errors of other summation orders."""
     text, margin = greedy(model, prompt, max_new)
     assert margin > 2e-4, "a near tie: choose another prompt"
     return text

@@ -1,6 +1,6 @@
-"""What works in a copy of the project from which a module was deleted: tests/test_choices.py.
+"""Checks in a copy of the project without one module, for tests/test_choices.py.
 
-Imports all that is left, and does with other choices what the module was chosen for.
+They import all remaining modules and use other choices in place of the deleted one.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ MARGIN = {"qwen3_moe": 0.25, "minimax_m2": 0.06}  # of logits; of sigmoid scores
 TOLERANCE = 0.35  # of a log-probability, with 3 layers of large weights
 IN_FP8 = 2.0  # factor of both if activations are fp8, too
 # Share of tokens. Plain torch in bfloat16 agrees on 0.24 of tokens of qwen3_moe, and on 0.63 of
-# M2's, if attention's products quantise their rows as block fp8 defines. qwen3_moe chooses six of
-# 40 experts in three layers.
+# M2's. This is with products of attention that quantise their rows, as block fp8 defines. A token
+# of qwen3_moe chooses six of 40 experts three times.
 MIN_AGREEING = {None: 0.5, "fp8": 0.15}
 
 

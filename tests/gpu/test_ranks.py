@@ -58,8 +58,8 @@ PROMPTS = [
 ]
 CERTAIN = 5  # of the 20 likeliest tokens; wrong results have none of them in common
 # Error of products in bfloat16 or fp8 in other orders: maximum by number of GPUs, and root mean
-# square of all. These are errors with four ranks on a CPU, and activations rounded to fp8 like on a
-# GPU: 0.09 in narrow models like R1, and 0.25 in one of 60 models.
+# square of all. Narrow models like R1 have 0.09 on average and 0.25 in one of 60 values. That is
+# with four ranks on a CPU, and with activations rounded to fp8 like on a GPU.
 ROUNDED = {2: 0.25, 4: 0.5}
 ON_AVERAGE = 0.15
 FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="there are not four GPUs")
