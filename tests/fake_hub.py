@@ -1,7 +1,7 @@
 """Stand-in for the Hugging Face Hub on a loopback port, for finding and downloading models.
 
-A repository is a dict of file names to bytes. Files of `gated` repositories are refused, like on
-the Hub.
+A repository is a dict of file names to bytes. Files of `gated` repositories are refused, as on the
+Hub.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Processes that start with third-party packages imported, since imports take long.
 
-Each is a fork of a process that has imported them, but no module of this project. `python -m
-tests.forks PACKAGES` reads one task per line in JSON, runs each in a fork, and writes its exit
-status.
+Each is a fork of a process that has imported them, but no module of this project. Started with
+`python -m tests.forks PACKAGES`, it reads one task per line in JSON, runs each in a fork, and
+writes its exit status.
 """
 
 from __future__ import annotations

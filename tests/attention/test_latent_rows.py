@@ -215,7 +215,7 @@ def test_a_whole_engine_writes_the_same_text(cached: str, tmp_path: Path) -> Non
 
 
 def test_few_tokens_are_absorbed_and_many_expanded() -> None:
-    """Operations of all rows together decide. Odd sizes are always absorbed."""
+    """All rows together decide. Sizes that are no multiple of 8 are always absorbed."""
     q_THA, cache, _, batch = made("chunks", torch.bfloat16)
 
     def is_cheaper(*rows: tuple[int, int], wide: int = 24) -> bool:

@@ -64,7 +64,7 @@ def test_prepared_before_anyone_asks(monkeypatch) -> None:
     asking.queue.prepare()
     process = trials._process
     assert prepared == [process] and process is not None and process.is_alive()
-    assert len(asking.builder.built) == 1  # later compilations are faster than the first one
+    assert len(asking.builder.built) == 1  # the slow first compilation is done
     asking.ask(1, "fine")
     assert asking.hear() == {1: "fine"} and trials._process is process
     trials.close()

@@ -150,7 +150,7 @@ def told(config: Config, device: torch.device, dtype: torch.dtype, schedule: str
 def compare(
     folder: Path, family: str, schedule: str, quantize: str | None, device: torch.device
 ) -> float:
-    """Assert both. Return the share of tokens whose choices agree in every layer."""
+    """Compare choices and logits. Return the share of tokens with equal choices in all layers."""
     make_tiny(folder, family, **FAMILIES[family]).bfloat16().save_pretrained(folder)
     config = config_of(folder)
     if quantize is not None:

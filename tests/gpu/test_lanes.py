@@ -52,7 +52,7 @@ def recipe_in(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[list[str]]]:
-    """Yield the texts of one GPU, which are computed in parallel."""
+    """Yield a future of the texts of one GPU, computed while other servers run."""
     with ThreadPoolExecutor() as pool:
         yield pool.submit(texts, ASKS, recipe_in(tmp_path_factory.mktemp("alone")), *SMALL)
 

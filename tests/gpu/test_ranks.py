@@ -39,7 +39,7 @@ QUESTIONS = [
 ]
 FLOAT32 = (*SMALL, "--tp", "2", "--set", "dtype=float32")
 DRAFTS = ("--set", "speculate={method: ngram, tokens: 3, min_match: 1}")
-# These kernels also run on one GPU, where compilation would take half a minute.
+# Without kernels that tests on one GPU cover, since their compilation would take half a minute.
 BFLOAT16 = (*SMALL, *(word for key in ("decode=triton", "attention=triton", "skinny_linear=torch",
                                        "gated_linear=torch")
                       for word in ("--set", f"kernels.{key}")))  # fmt: skip
@@ -59,7 +59,7 @@ PROMPTS = [
 CERTAIN = 5  # of the 20 likeliest tokens; wrong results have none of them in common
 # Error of products in bfloat16 or fp8 in other orders: maximum by number of GPUs, and root mean
 # square of all. Narrow models like R1 have 0.09 on average and 0.25 in one of 60 values. That is
-# with four ranks on a CPU, and with activations rounded to fp8 like on a GPU.
+# with four ranks on a CPU, and with activations rounded to fp8 as on a GPU.
 ROUNDED = {2: 0.25, 4: 0.5}
 ON_AVERAGE = 0.15
 FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="there are not four GPUs")

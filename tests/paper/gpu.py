@@ -5,7 +5,7 @@ Attention reads the row's cells through its page table. A recurrent layer is a r
 next token is a hash of both, so a wrong page, a stale checkpoint, a lost chunk or a swapped row
 changes the text. Rows of a plan run in reverse order, because no result may depend on their order.
 
-NaN spreads like on a GPU. It starts at a POISON token, at a simulated error (`glitches`), or at a
+NaN spreads as on a GPU. It starts at a POISON token, at a simulated error (`glitches`), or at a
 cell that contains it. Zero times NaN is NaN. Therefore a NaN anywhere in a page reaches all rows
 that read the page, even if it is after their last token. Their new cells are NaN, too. Only `clean`
 removes it.
@@ -135,8 +135,7 @@ class PaperMasker:
         return np.array(words, np.int32).reshape(-1, 1)
 
     def _words(self, name: int, drafts: list[int]) -> list[int]:
-        """Return the masks of a row; those after a draft that violates the grammar are arbitrary.
-        """
+        """Return the masks of a row. Those after a draft against the grammar are arbitrary."""
         text = self.text.get(name, []).copy()
         words = [allowed_after(text)]
         for draft in drafts:

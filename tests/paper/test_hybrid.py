@@ -145,7 +145,7 @@ def test_known_pages_behind_the_state_are_not_written_again() -> None:
     assert not {*second[3:]} & {*first, *grown}
 
 
-# -- forks between prompts of the same time ----------------------------------------------------
+# -- forks between concurrent prompts -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
