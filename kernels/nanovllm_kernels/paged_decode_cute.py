@@ -20,9 +20,8 @@ first row's old tokens are loaded without waiting for the preceding kernel (prog
 launch). Therefore that kernel must not write the plan, starts, lengths or page table. Nor may it
 let this kernel start before the kernels that it depends on are complete.
 
-Decision: rows of one token each use a separate kernel, compiled without `starts_R1`. With
-`starts_R1`, a warp or a lane may have no token of a row that a query sees. Its sum of weights is
-then 0.
+Decision: rows of one token each use a kernel without `starts_R1`. With it, a warp or a lane may
+have no token of a row that a query sees. Its sum of weights is then 0.
 """
 
 from __future__ import annotations
@@ -66,10 +65,7 @@ class Plan(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Operands in global memory besides the caches.
-
-    See plan_lanes, Plan and results_of for the fields from `lanes` on.
-    """
+    """Operands in global memory besides the caches; from `lanes` on, see plan_lanes and Plan."""
 
     q: cute.Tensor
     table: cute.Tensor
@@ -114,8 +110,7 @@ def paged_decode(
 ) -> Tensor:
     """Compute paged_decode, with the same arguments except for the plan.
 
-    More than MAX_PAIRS pairs are passed on to the Triton kernel, with a new plan in every layer.
-    Callers that have such groups should choose it from the start.
+    More than MAX_PAIRS pairs go to the Triton kernel, with a new plan in every layer.
     """
     (_, num_heads, head_size), (page_tokens, num_kv_heads) = q_THA.shape, k_PSGA.shape[1:3]
     assert q_THA.stride(1) == head_size
@@ -288,8 +283,7 @@ class PagedDecode:
     def copies(self, box: int, boxes: tuple, shared: Shared) -> list:
         """Return the copies of keys and of values: (box tokens, atom, source, target).
 
-        The source is [box of the page, half, head, page], the target [box of the block, half,
-        stage].
+        Source: [box of the page, half, head, page]; target: [box of the block, half, stage].
         """
         found = []
         for (atom, pages), ring in zip(boxes, (shared.k, shared.v), strict=True):
@@ -305,14 +299,10 @@ class PagedDecode:
     def load(self, whole: list, pieces: list, given: Given, shared: Shared) -> None:
         """Fill the ring with this lane's blocks and a note for each.
 
-        The fields of a note are:
-
-            0  first query of the row, or -1 after the last block
-            1  end of the lane's tokens in the block
-            2  bit 0: the lane's first block of the row; bit 1: its last; from bit 2: first piece
-            3  first lane of the row, plus 2**16 times its last lane
-            4  if ragged, number of the row's queries
-            5  if ragged, first token of the block that is one of the row's new tokens
+        Fields: 0 first query of the row, or -1 after the last block; 1 end of the lane's tokens in
+        the block; 2 bit 0: the lane's first block of the row, bit 1: its last, from bit 2: first
+        piece; 3 first lane of the row, plus 2**16 times its last lane. If ragged, 4 number of the
+        row's queries; 5 first token of the block that is one of the row's new tokens.
         """
         lane, last_row = arch.block_idx()[1], cute.size(given.lengths) - 1
         share = given.lanes[0, 2]  # length of a lane's share, in pieces
@@ -396,10 +386,7 @@ class PagedDecode:
         return shared.notes[4, stage] if self.ragged else 1
 
     def pages_of(self, table: cute.Tensor, row: Int32, block: Int32) -> Int32:
-        """Return, in thread n of the warp, the page of the n-th unit from a block on.
-
-        After the row's end it is any page.
-        """
+        """Return in thread n the page of the n-th unit from a block on; any after the row's end."""
         unit = block * self.pages_per_block + arch.lane_idx()
         page = unit * self.unit // self.page_tokens
         return table[row, cutlass.min(page, table.shape[1] - 1)]
@@ -570,8 +557,7 @@ class PagedDecode:
     def hide(self, s: cute.Tensor, own: Int32) -> None:
         """Mask the scores of this warp's tokens that come after a query.
 
-        Tokens from `own` on are the row's new tokens. Each query sees one of them more than its
-        predecessor.
+        Tokens from `own` on are new: each query sees one of them more than its predecessor.
         """
         if own < PIECE - 1:
             thread = arch.lane_idx()

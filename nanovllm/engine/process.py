@@ -109,8 +109,9 @@ def main(
     stop_ids = [token_id for token_id in config.eos_ids or () if token_id < vocab_size]
     tokens = Path(config.tokenizer_dir), vocab_size, stop_ids
     grammars = Grammars(*tokens, recipe.structured_outputs.compile_s)
-    with suppress(Exception):  # requests with a grammar are then refused with the reason
-        grammars.queue.prepare()
+    if recipe.engine == "model":  # the paper engine stays free of torch, which xgrammar imports
+        with suppress(Exception):  # requests with a grammar are then refused with the reason
+            grammars.queue.prepare()
     gc.collect()
     gc.freeze()  # do not visit it again
     gc.enable()

@@ -12,15 +12,12 @@ The instructions are those of HANDLERS and PLAIN. Any other one raises NotImplem
 
 These are not modelled:
 
-- time and speed;
-- divergence of warps in a group;
+- time and speed, and divergence of warps in a group;
 - asynchronous operations except copies: a product is complete at once, so that fences, commits and
   waits of `wgmma` and memory fences have no effect;
-- the number of registers;
-- griddepcontrol;
-- truncation in sums of a tensor core, and underflow: all is as exact as float64 and float32.
+- the number of registers, griddepcontrol, and truncation in sums of a tensor core.
 
-A tensor map is not in the PTX, so a test gives its box as a Box.
+A tensor map is not in the PTX; a test gives its box as a Box.
 """
 
 from __future__ import annotations
