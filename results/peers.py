@@ -42,6 +42,7 @@ NANOVLLM = [sys.executable, "-m", "nanovllm"]
 LENGTHS = ["--input-len", "1050", "--output-len", "1050", "--range-ratio", "0.905"]
 MIXED = ["--concurrency", "64", "--num-prompts", "256", *LENGTHS]
 MOST_PROMPTS = 768
+PREFILL = ["--concurrency", "16", "--num-prompts", "64", "--input-len", "4000", "--output-len", "1"]
 ERROR = re.compile("error|traceback", re.IGNORECASE)
 SHOWN = 15  # last lines of vLLM's log, printed if it fails
 FREED_S = 2.0  # until the memory of a stopped engine is free
@@ -56,9 +57,11 @@ def main() -> None:
     measure = online if options.how == "online" else offline
     records = measure(options, flags, folder)
     mixed = [one for one in records if one.workload["name"].endswith("-mixed")]
-    conclude([one for one in records if one not in mixed], options.results_dir, "peers")
-    if mixed:
-        conclude(mixed, options.results_dir, "peers-mixed")
+    prefill = [one for one in records if one.metrics["output_tokens"] == one.metrics["completed"]]
+    others = [one for one in records if one not in mixed and one not in prefill]
+    for some, name in ((others, "peers"), (mixed, "peers-mixed"), (prefill, "peers-prefill")):
+        if some:
+            conclude(some, options.results_dir, name)
     if all(one.engine == "nanovllm" for one in records):  # the reason is printed
         sys.exit(1)
 
@@ -137,7 +140,7 @@ def online(options: argparse.Namespace, flags: list[str], folder: Path) -> list[
         try:
             with serving(command, url):
                 for load in loads(options.streams):
-                    records += bench([*line, *load, *flags], options.results_dir)
+                    records += bench([*line, *flags, *load], options.results_dir)
         except (NotStarted, subprocess.CalledProcessError) as error:
             if command[0] != os.environ["VLLM_PYTHON"]:
                 raise
@@ -290,6 +293,8 @@ def loads(streams: str) -> Iterator[list[str]]:
     for name in streams.split(","):
         if name == "mixed":
             yield MIXED
+        elif name == "prefill":
+            yield PREFILL
         else:
             num = max(6, min(4 * int(name), MOST_PROMPTS))
             yield ["--concurrency", name, "--num-prompts", str(num), "--seed", name]
