@@ -62,9 +62,16 @@ def test_nothing_else_of_the_folder_or_beside_it(api) -> None:
         assert api.http.get(path).status_code == 404, path
 
 
-def test_its_picture_is_small() -> None:
-    picture = Path(__file__).parents[2] / "results" / "page.png"
-    assert picture.read_bytes()[:4] == b"\x89PNG" and picture.stat().st_size < 300_000
+def test_its_pictures_are_small() -> None:
+    results = Path(__file__).parents[2] / "results"
+    picture = (results / "page.png").read_bytes()
+    assert picture[:4] == b"\x89PNG" and len(picture) < 300_000
+    moving = (results / "watch.gif").read_bytes()
+    assert moving[:6] == b"GIF89a" and len(moving) < 1_500_000
+    assert int.from_bytes(moving[6:8], "little") == 900  # pixels wide
+    delays = re.findall(rb"\x21\xf9\x04.(..).\x00", moving, re.DOTALL)
+    seconds = sum(int.from_bytes(delay, "little") for delay in delays) / 100
+    assert len(delays) >= 30 and 6 <= seconds <= 10
 
 
 def test_the_files_need_no_key(tmp_path) -> None:

@@ -171,17 +171,17 @@ class Watch {
   _tryIt() {
     const status = el("span", { className: "quiet", id: "in-flight", role: "status" });
     this._failure = el("span", { className: "bad", id: "sample-failure", role: "alert" });
-    const stop = button("Stop them", () => this._samples.stop(), { hidden: true, id: "stop-samples", title: "Cancel all sample requests of this page" });
+    const stop = button("Stop them", () => this._samples.stop(), { disabled: true, id: "stop-samples", title: "Cancel all sample requests of this page" });
     this._samples = new Samples(
       (inFlight, held) => {
         const more = held ? `; ${held} more follow when a connection is free` : "";
         status.textContent = inFlight ? `${inFlight} sample request${inFlight === 1 ? "" : "s"} in flight${more}` : "";
-        stop.hidden = !inFlight;
+        stop.disabled = !inFlight;
       },
       (error) => (this._failure.textContent = error.message),
     );
     const buttons = KINDS.map((kind) => button(kind.name, () => this._send(kind), { title: kind.title }));
-    return el("div", { className: "row tryit", role: "group", ariaLabel: "Send sample requests" }, el("span", { className: "label" }, "Send"), buttons, stop, status, this._failure);
+    return el("div", { className: "row tryit", role: "group", ariaLabel: "Send sample requests" }, el("span", { className: "label" }, "Send"), buttons, el("span", { className: "row running" }, stop, status), this._failure);
   }
 
   _time() {
