@@ -1,4 +1,4 @@
-"""One browser for all tests of the page, and a demo server for most."""
+"""One browser for all tests of the page, and one demo server for most."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ class Hostile(BaseHTTPRequestHandler):
         ]
         self._send(200, "text/event-stream", b"".join(parts))
 
-    def _send_json(self, told: object) -> None:
-        self._send(200, "application/json", json.dumps(told).encode())
+    def _send_json(self, body: object) -> None:
+        self._send(200, "application/json", json.dumps(body).encode())
 
     def _send(self, status: int, kind: str, body: bytes) -> None:
         self.send_response(status)

@@ -135,7 +135,7 @@ export class Axis {
   }
 }
 
-// What the scheduler does at the right edge, as sentences.
+// Return sentences about the scheduler's state at the right edge.
 export function sentences(history, state, isLive, modeName, seconds) {
   const { latest, steps } = history;
   const { step, running, waiting } = state;

@@ -124,7 +124,7 @@ export class CurveBoard {
 
 function stepsOf(before, now, key) {
   const count = (reading) =>
-    reading.list("nanovllm:graph_steps_total").find(([of]) => `${of.mode}/${of.phase}` === key)?.[1] ?? 0;
+    reading.list("nanovllm:graph_steps_total").find(([labels]) => `${labels.mode}/${labels.phase}` === key)?.[1] ?? 0;
   return (count(now) - count(before)) / (now.at - before.at);
 }
 

@@ -180,11 +180,11 @@ export class History {
     if (numOld < 500) return; // rarely, and many at once
     const since = this.steps[numOld - 1].ended_s;
     this.steps.splice(0, numOld);
-    for (const of of [this.bars, this.marks]) {
-      for (const [slot, list] of of) {
+    for (const lists of [this.bars, this.marks]) {
+      for (const [slot, list] of lists) {
         const kept = list.filter((one) => (one.to ?? one.at) > since);
-        if (kept.length) of.set(slot, kept);
-        else of.delete(slot);
+        if (kept.length) lists.set(slot, kept);
+        else lists.delete(slot);
       }
     }
     for (const [request, life] of this.lives) {

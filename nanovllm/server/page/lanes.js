@@ -6,7 +6,7 @@ import * as draw from "./draw.js";
 import { nameOf } from "./history.js";
 import { STATES } from "./words.js";
 
-const FEW_SLOTS = 24; // up to so many slots have a row each, also those that are free
+const FEW_SLOTS = 24; // up to this number, free slots also have a row
 const LABEL_EVERY_MS = 500;
 const MAX_HEIGHT = 460;
 const MIN_PITCH = 9;

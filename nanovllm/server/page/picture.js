@@ -30,7 +30,7 @@ export function canRecord() {
   return typeof MediaRecorder === "function" && videoType() !== undefined;
 }
 
-// Record `seconds` of what `shot()` returns, and download it.
+// Record pictures of `shot()` for some seconds, and download the video.
 export async function record(shot, colors, seconds) {
   const canvas = el("canvas");
   const lanes = shot().view.slots; // fixed, so that the picture keeps its size

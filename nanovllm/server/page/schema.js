@@ -1,5 +1,5 @@
-// A check of an answer against the common keywords of JSON Schema. It only informs the visitor; the
-// server's grammar is what enforces the schema.
+// A check of an answer against the common keywords of JSON Schema. It only informs the visitor: the
+// server's grammar enforces the schema.
 
 // Return the place and the reason of the first violation, or null. `path` is a JSON pointer.
 export function complaint(value, schema, root = schema, path = "") {

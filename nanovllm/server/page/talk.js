@@ -1,5 +1,5 @@
 // Talk: a conversation with the model. Owns its turns; a turn is {role, node, ...}. The node shows
-// the turn, and `data` of a turn is what a reload needs to restore it.
+// the turn, and `data` restores it after a reload.
 
 import { chat, model, storedKey } from "./api.js";
 import { Answer } from "./answer.js";
@@ -136,7 +136,7 @@ class Talk {
       el(
         "div", { className: "welcome" },
         el("h2", {}, "Talk to the model"),
-        el("p", {}, "Start with one of these, or ask anything. Watch shows how it is served."),
+        el("p", {}, "Start with one of these, or ask anything. Watch shows the server at work."),
         el("div", { className: "suggestions" }, asks),
       ),
     );
@@ -280,6 +280,10 @@ class Talk {
     } catch (error) {
       this._busy(null);
       this._addFailed(error);
+      return;
+    }
+    if (running.signal.aborted) {
+      this._busy(null); // stopped, or a new chat, before the request
       return;
     }
     const turn = this._answerTurn(system, fields, schema);

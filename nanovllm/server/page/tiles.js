@@ -39,7 +39,7 @@ export class Tiles {
     this.totals = el("p", { className: "quiet totals" }, "Since the start: ", totals, ".");
   }
 
-  // What belongs to the right edge of the picture.
+  // Show the numbers of the right edge of the picture.
   showState({ running, waiting }, rate, latest) {
     this.speed = rate;
     this._set("running", running);
@@ -48,7 +48,7 @@ export class Tiles {
     if (latest) write(this._slots, `of ${latest.num_slots.toLocaleString("en")} slots`);
   }
 
-  // What the metrics count.
+  // Show the numbers that the metrics count.
   showTotals(reading, medians) {
     const prompt = reading.value("vllm:prompt_tokens_total");
     const cached = reading.value("vllm:prompt_tokens_cached_total");

@@ -1,5 +1,5 @@
 // Watch: the scheduler's steps as a moving picture. Owns the parts of the view and polls the server
-// for what they show; while the view is hidden, there is no polling.
+// for their data; while the view is hidden, there is no polling.
 
 import * as api from "./api.js";
 import { Axis, bandHead, LANES_LEGEND, sentences, Strip, STRIPS } from "./bands.js";
