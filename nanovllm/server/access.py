@@ -1,18 +1,18 @@
-"""Which web pages may use the server, by the headers Host and Origin of their requests.
+"""Checks of the headers Host and Origin, which decide the web pages that may use the server.
 
-A browser sends requests to this machine for any page that it shows. On a loopback address without
-an API key nothing else protects the server, so two headers that a page cannot forge decide:
+A browser sends requests to this machine on behalf of any page. On a loopback address without an API
+key nothing else protects the server, so two headers that a page cannot forge decide:
 
 - Host must be an address, `localhost` or a name that the recipe allows. A page whose own name was
   made to resolve to this machine (DNS rebinding) sends that name.
-- Origin, if there is one, must be the server's own, a loopback origin or one that the recipe
-  allows. Clients outside browsers send none.
+- Origin, if present, must be the server's own, a loopback origin or one that the recipe allows.
+  Clients other than browsers send none.
 
-Decision: Sec-Fetch-Site is not looked at. Browsers that send it also send Origin with every
-request that is no plain GET or HEAD, and no page of another origin can read the answer to those.
+Decision: Sec-Fetch-Site is ignored. Browsers that send it also send Origin, except with a plain GET
+or HEAD. A page of another origin cannot read the answers to those.
 
-Decision: with an API key, or on an address that other machines reach, any Host is served. A key
-protects by itself, and the names of such a server are not known here. Origin counts everywhere.
+Decision: with an API key, or on an address that other machines can reach, any Host is accepted. A
+key is protection enough, and the names of such a server cannot be listed. Origin is always checked.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nanovllm.hosts import (
 from nanovllm.server.asgi import Scope, header
 from nanovllm.server.errors import ApiError
 
-API = ("/v1/", "/health", "/ready", "/version")  # all that `*` opens
+API = ("/v1/", "/health", "/ready", "/version")  # paths that an allowed origin of `*` opens
 HOSTS, ORIGINS = "server.allowed_hosts", "server.allowed_origins"
 SHOWN_CHARS = 100
 
@@ -49,7 +49,7 @@ class Access:
         self._origins = {origin_of(without_slash(text)) for text in server.allowed_origins}
 
     def check(self, scope: Scope) -> None:
-        """Raise ApiError (403) for a request of a page that may not use the server."""
+        """Raise ApiError (403) if the request comes from a page that may not use the server."""
         host = header(scope, b"host")
         if self._checks_host and host is not None:
             self._check_host(host.decode("latin-1"))
@@ -58,8 +58,10 @@ class Access:
             raise self._foreign(origin.decode("latin-1"))
 
     def readable_by(self, scope: Scope) -> bytes | None:
-        """Return the value of Access-Control-Allow-Origin for the answer to a request that `check`
-        passes; None if only pages of the server's own origin may read the answer."""
+        """Return the value of Access-Control-Allow-Origin for a request that passed `check`.
+
+        Return None if only pages of the server's own origin may read the answer.
+        """
         origin = header(scope, b"origin")
         if origin is None:
             return None
@@ -97,9 +99,9 @@ class Access:
 
 
 def _own_origin(scope: Scope, origin: str) -> str | None:
-    """Return the origin of a page that came from where this request goes to.
+    """Return the server's own origin as this request names it.
 
-    The scheme is that of `origin`: a proxy may have taken the encryption off.
+    The scheme is taken from `origin`, since a proxy may have removed the encryption.
     """
     found = ORIGIN.fullmatch(origin)
     host = (header(scope, b"host") or b"").decode("latin-1")
@@ -107,6 +109,6 @@ def _own_origin(scope: Scope, origin: str) -> str | None:
 
 
 def _shown(text: str) -> str:
-    """Return a client's text in quotes, short and without control characters."""
+    """Return a client's text in quotes, shortened and without control characters."""
     shown = ascii(text)
     return shown if len(shown) <= SHOWN_CHARS else f"{shown[: SHOWN_CHARS - 3]}..."

@@ -1,9 +1,9 @@
-"""How one choice of an answer is written: as chunks while it grows, or whole at the end.
+"""Serialisation of a choice, as chunks while it grows or whole at the end.
 
-Owns the wire form of events. Knows neither tokens nor sockets.
+Independent of tokens and sockets.
 
-Decision: a chunk is bytes built once per stream around text that msgspec quotes: 0.2 us, where
-encoding a chunk object is 0.7 us and validating one 6 us.
+Decision: a chunk consists of bytes built once per stream around text that msgspec quotes. This
+takes 0.2 us; encoding a chunk object takes 0.7 us and validating one 6 us.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Details(Struct):
-    """Details of the tokens since the last event, as far as the request asked for it."""
+    """Logprobs and ids of the tokens since the last event, if requested."""
 
     logprobs: list[TokenLogprob] = []
     token_ids: list[int] = []
@@ -42,7 +42,7 @@ class Details(Struct):
 
 
 class ChunkWriter:
-    """Appends server-sent events to `out`."""
+    """Writer of server-sent events, which it appends to `out`."""
 
     def __init__(
         self,
@@ -52,13 +52,13 @@ class ChunkWriter:
         *,
         reasoning_content: bool = False,
     ) -> None:
-        """`head` is `chunk_head`'s."""
+        """`head` is a result of `chunk_head`."""
         self.num_calls = 0
         self._reasoning_content = reasoning_content
         self._out = out
         self._head = b'%b{"index":%d,"delta":' % (head, index)
         self._tail = b'},"logprobs":null,"finish_reason":null}]}\n\n'
-        # Of the chunks that are nothing but text, by their event.
+        # Beginnings of chunks that carry only text, by event.
         self._heads: dict[type[Event], bytes] = {Text: self._head + b'{"content":'}
         if not reasoning_content:
             self._heads[Reasoning] = self._head + b'{"reasoning":'
@@ -88,7 +88,7 @@ class ChunkWriter:
         self._chunk(delta, details)
 
     def flush(self) -> None:
-        """A step is over: nothing waits here."""
+        """Do nothing: events are written at once. `CountedWriter` overrides this."""
 
     def end(self, reason: str, details: Details | None) -> None:
         self._chunk(b"{}", details, _encode(reason))
@@ -110,12 +110,12 @@ class ChunkWriter:
         self._out.append(self._head + choice + more + self._counted() + b"}\n\n")
 
     def _counted(self) -> bytes:
-        """What a chunk says of the usage so far."""
+        """Return the usage fields of a chunk. `CountedWriter` overrides this."""
         return b""
 
 
 class WholeWriter:
-    """Collects a choice for one body at the end."""
+    """Collector of a choice for an answer that is sent as one body."""
 
     def __init__(self, index: int, *, reasoning_content: bool = False) -> None:
         self.num_calls = 0
@@ -145,7 +145,7 @@ class WholeWriter:
         self._reason = reason
 
     def choice(self, *, with_logprobs: bool) -> AnswerChoice:
-        """Content is null only beside calls: many clients cannot take a null elsewhere."""
+        """Return the choice. Content is null only with calls; clients may refuse it elsewhere."""
         reasoning = "".join(self._said[Reasoning]) or UNSET
         calls = [Call(new_call_id(), Function(name, "".join(parts))) for name, parts in self._calls]
         answer = Answer(
@@ -161,7 +161,7 @@ class WholeWriter:
 
 
 def chunk_head(response_id: str, created: int, model: str) -> bytes:
-    """What every chunk of a stream begins with, up to the choices."""
+    """Return the bytes with which every chunk of a stream begins, up to the choices."""
     return (
         b'data: {"id":%b,"object":"chat.completion.chunk","created":%d,"model":%b,"choices":['
         % (_encode(response_id), created, _encode(model))

@@ -1,7 +1,7 @@
-"""The HTTP surface: which routes exist, who may use them, what errors look like.
+"""ASGI application: routes, authorisation and error responses.
 
-Decision: raw ASGI. A framework would route four paths and validate what msgspec has validated
-already, at 2 to 4 us a token on the streaming path.
+Decision: raw ASGI. A framework would route four paths and repeat msgspec's validation, at 2 to 4 us
+per token on the streaming path.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ log = logging.getLogger("server")
 CHAT = "/v1/chat/completions"
 MODELS = "/v1/models"
 METRICS = "/metrics"
-PROBES = ("/health", "/ready")  # whoever watches a server has no key
+PROBES = ("/health", "/ready")  # monitoring systems have no key
 READING = ("GET", "HEAD")
-QUIET_S = 10.0  # a stream without events for so long gets a comment
-MAX_LARGE_BODIES = 4  # of the greatest size, all at once
-OUTSIDE = (401, 403, 404, 405, 415)  # statuses of requests that no route takes on
+QUIET_S = 10.0  # seconds without events after which a stream gets a comment
+MAX_LARGE_BODIES = 4  # number of bodies of the maximum size that fit at once
+OUTSIDE = (401, 403, 404, 405, 415)  # statuses of requests that match no route
 
 
 class App:
@@ -69,12 +69,12 @@ class App:
         large: LargeBodies,
         access: Access,
     ) -> None:
-        """`threads` render and tokenise the prompts of small bodies, `large` has the others."""
+        """`threads` renders and tokenises prompts of small bodies; `large` handles large bodies."""
         self.access = access
         self.refusals = RefusalLog()
-        self.is_draining = False  # takes no new requests, and /health says so
+        self.is_draining = False  # new requests are refused, and /health answers 503
         self._replies: set[Reply] = set()
-        self._preparing: set[asyncio.Task[Any]] = set()  # requests that are not replies yet
+        self._preparing: set[asyncio.Task[Any]] = set()  # requests without a `Reply` yet
         self._engines = engines
         self._served = served
         self._max_body_bytes = config.max_body_bytes
@@ -93,7 +93,7 @@ class App:
 
     @property
     def is_idle(self) -> bool:
-        """No request waits for an answer, not even one that is still read."""
+        """True if no request is open, including those whose body is still being read."""
         return not (self._replies or self._preparing)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,7 +106,7 @@ class App:
             log.info("request %s", fields(id=request_id, status=CLIENT_LEFT))
         except ApiError as error:
             self._refuse(scope, writer, error, request_id)
-        except asyncio.CancelledError:  # end_all
+        except asyncio.CancelledError:  # by `end_all`
             if not writer.status:
                 self._refuse(scope, writer, shutting_down(), request_id)
         except Exception:
@@ -117,11 +117,11 @@ class App:
 
     @property
     def num_open(self) -> int:
-        """Requests that wait for an answer, or for the rest of it."""
+        """Number of requests whose answer is not complete."""
         return sum(not reply.is_over for reply in self._replies) + len(self._preparing)
 
     def end_all(self) -> int:
-        """Answer all open requests with 503, as their time is over. Return how many there were."""
+        """Answer all open requests with 503 and return their number."""
         num_cut = self.num_open
         for reply in list(self._replies):
             reply.fail(shutting_down())
@@ -130,7 +130,7 @@ class App:
         return num_cut
 
     def _route(self, scope: Scope) -> str:
-        """The path as a label, of which there are only so many."""
+        """Return the path as a metric label. The set of labels is bounded."""
         path: str = scope["path"]
         if path.startswith(f"{MODELS}/"):
             return MODELS
@@ -169,7 +169,7 @@ class App:
             raise ApiError(401, text, code="invalid_api_key")
 
     def _refuse(self, scope: Scope, writer: Writer, error: ApiError, request_id: str) -> None:
-        """Answer with an error; to be called only before a response has begun."""
+        """Respond with an error. Call only before a response has begun."""
         if scope["path"] == CHAT:
             self._counts.rejected[error.code or "error"] += 1
         if error.status in OUTSIDE:
@@ -212,7 +212,9 @@ class App:
             log.info("request %s", reply.summary)
 
     async def _prepared(self, scope: Scope, receive: Receive) -> tuple[ChatRequest, Prompt]:
-        """Reads and checks the body; the request, and its prompt with the grammar, if any."""
+        """Read and check the body. Return the request and its prompt, with the grammar if there is
+        one.
+        """
         request, prompt = await self._prompted(scope, receive)
         if request.constrained_by is not None or request.tools:
             prompt = await asyncio.get_running_loop().run_in_executor(
@@ -254,7 +256,9 @@ class App:
         }
 
     def _health(self, word: bytes = b"ok") -> tuple[bytes, bytes]:
-        """Whether this process should live on, and be sent requests."""
+        """Return `word` as the status; raise ApiError (503) if the server drains or an engine has
+        failed.
+        """
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="unhealthy")
         if (problem := self._engines.problem()) is not None:

@@ -1,6 +1,6 @@
-"""Raw ASGI: reading a body, sending a response, and writing to a stream from plain callbacks.
+"""Raw ASGI helpers: read a body, send a response, write a stream from callbacks.
 
-Knows nothing about routes or chat.
+Independent of routes and of the chat protocol.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Coroutine[Any, Any, None]]
 
 JSON = b"application/json"
-EXTENSION = "nanovllm"  # of the scope: {"transport": the connection}, for a Writer
+EXTENSION = "nanovllm"  # scope key of {"transport": the connection's transport}, for `Writer`
 
 
 class ClientLeftError(Exception):
@@ -27,16 +27,17 @@ class ClientLeftError(Exception):
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """The value of the first header of that name, which must be in lower case; None: no such."""
+    """Return the value of the first header of that name (lower case), None if there is none."""
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
 async def read_body(
     scope: Scope, receive: Receive, max_bytes: int, grown: Callable[[int], None] = lambda _: None
 ) -> bytes:
-    """Raises ApiError (413) as soon as the body is known to be too large, or ClientLeftError.
+    """Return the whole body.
 
-    `grown` hears how long the body is by now, and may raise.
+    Raise ApiError (413) as soon as the body is certain to be too large, and ClientLeftError on a
+    disconnect. `grown` is called with the number of bytes read so far; it may raise.
     """
     announced = header(scope, b"content-length") or b"0"
     num_expected = int(announced) if announced.isdigit() else 0
@@ -56,9 +57,10 @@ async def read_body(
 
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns; it is cancelled, with ClientLeftError, when the client leaves.
+    """Return the result of `work`, or cancel it and raise ClientLeftError when the client
+    disconnects.
 
-    Only once the request was read: further parts of it would be lost.
+    Call only after the whole request has been read, since further parts of it would be lost.
     """
 
     async def leaving() -> None:
@@ -82,18 +84,17 @@ def start(status: int, kind: bytes, more: Iterable[Header]) -> Message:
 
 
 class Writer:
-    """Sends one response from callbacks, in order.
+    """Response writer that is called from callbacks, in order.
 
-    Decision: neither task nor queue. server.connection lifts the limit at which a write would
-    wait, so `send` never does and is stepped by hand; what a slow client has not read yet waits
-    in memory, and the connection drops whoever leaves too much of it. The chunks of a stream go
-    to the connection directly, which saves 1.5 to 3 us of some 11 a token: `send` would check
-    again what it checked before. So does all that is for HTTP/1.0, which knows no chunks:
-    the end of the connection is its end.
+    Decision: neither a task nor a queue. The connection lifts the limit at which a write would
+    block, so `send` never suspends and is stepped by hand. Unread bytes of a slow client stay in
+    memory, and the connection is reset above a limit. Chunks of a stream go to the transport
+    directly, which saves 1.5 to 3 us of some 11 per token: `send` would repeat checks. HTTP/1.0 has
+    no chunks, so its bodies take the same way and end with the connection.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
-        self.status = 0  # 0: headers not sent
+        self.status = 0  # 0 = headers not sent
         self._send = send
         self._is_bare = scope.get("http_version") == "1.0" and scope["method"] != "HEAD"
         self._transport: asyncio.Transport = scope["extensions"][EXTENSION]["transport"]
@@ -110,11 +111,13 @@ class Writer:
         raise RuntimeError("the connection made a write wait")
 
     def respond(self, status: int, kind: bytes, body: bytes, more: Iterable[Header]) -> None:
-        """The whole of a response."""
+        """Send a complete response."""
         self.put(start(status, kind, [*more, (b"content-length", b"%d" % len(body))]))
         self.put({"type": "http.response.body", "body": body})
 
     def chunk(self, data: bytes) -> None:
-        """A part of the body, not the last, of a response without a content length."""
-        if not self._transport.is_closing():  # else the client has left, and `receive` says so
+        """Send part of the body of a response without a content length. It must not be the last
+        part.
+        """
+        if not self._transport.is_closing():  # else the client has left, and `receive` reports it
             self._transport.write(data if self._is_bare else b"%x\r\n%b\r\n" % (len(data), data))

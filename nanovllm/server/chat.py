@@ -1,7 +1,7 @@
-"""One chat request, sans-I/O: a ChatRequest becomes Generates, tokens become an answer.
+"""State of a chat request, sans-I/O: ChatRequest to Generate messages, tokens to the answer.
 
-Owns a request's text from its first token to its last. Knows neither sockets nor asyncio; the
-engine is two callbacks away.
+Holds the text of a request from the first token to the last. Independent of sockets and asyncio;
+the engine is reached through two callbacks.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ FAILURES = {  # message, code
         "internal_error",
     ),
 }
-# ABORT is the answer to our own Abort, after which nobody listens.
+# An ABORT only confirms our own Abort; the answer is over by then.
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 class ChatSession:
-    """The choices of one request, and what they have to say.
+    """The choices of one request and the answer they form.
 
-    Streaming answers grow in `out`, ready to send; `body()` is the other kind once `is_done`.
-    `update` is called whenever a step has changed something.
+    A streaming answer grows in `out`, ready to send. Any other is `body()` once `is_done`. `update`
+    is called after each step that changes the session.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ChatSession:
         abort: Callable[[int], None],
         update: Callable[[], None],
     ) -> None:
-        """`seed`: for a request without one. Raises ApiError if the prompt does not fit."""
+        """`seed` serves a request without one. Raise ApiError if the prompt does not fit."""
         self.request = request
         self.served = served
         self.out: list[bytes] = []
@@ -129,7 +129,7 @@ class ChatSession:
         return self._usage(self.num_tokens, sum(choice.num_reasoning for choice in self.choices))
 
     def usage_told(self) -> Usage:
-        """What the chunks that are written by now have brought."""
+        """Return the usage covered by the chunks written so far."""
         num_tokens = sum(choice.num_told for choice in self.choices)
         return self._usage(num_tokens, sum(choice.reasoning_told for choice in self.choices))
 
@@ -168,7 +168,7 @@ class ChatSession:
             self.out.append(DONE)
 
     def fail(self, failure: ApiError) -> None:
-        """The first failure is the whole request's."""
+        """Record a failure. The first one decides the error of the whole request."""
         self.failure = self.failure or failure
 
     def abort_all(self) -> None:
@@ -178,7 +178,7 @@ class ChatSession:
 
 
 class Choice:
-    """The sink of one engine request: its tokens become text, the text events."""
+    """Sink of one engine request, which turns its tokens into text and the text into events."""
 
     def __init__(
         self,
@@ -189,9 +189,9 @@ class Choice:
     ) -> None:
         request = session.request
         self.message = message
-        self.reason = ""  # why it ended
+        self.reason = ""  # finish reason; "" = running
         self.num_reasoning = 0
-        self.num_told = self.reasoning_told = 0  # tokens that chunks have brought, if they count
+        self.num_told = self.reasoning_told = 0  # tokens in written chunks that carry the usage
         self.started = session.start
         self.flush = session.update
         if isinstance(writer, CountedWriter):
@@ -200,12 +200,12 @@ class Choice:
         self._session = session
         self._writer = writer
         self._num_tokens = 0
-        self._logprobs: list[TokenLogprob] = []  # of tokens to come in this step
+        self._logprobs: list[TokenLogprob] = []  # of tokens still to come in this step
         self._details = Details() if request.logprobs or request.return_token_ids else None
         self._hides_reasoning = request.include_reasoning is False
         self._interval = (request.stream_interval or 1) if request.stream else 1
         self._waiting: list[Event] = []
-        self._due_at = 0  # how many tokens there must be before anything is written
+        self._due_at = 0  # number of tokens at which events are written next
         include_stop = bool(request.include_stop_str_in_output)
         self._hidden_ids = frozenset(() if include_stop else message.stop_ids)
         skip_special = request.skip_special_tokens is not False
@@ -230,10 +230,10 @@ class Choice:
         self._logprobs.append(TokenLogprob(*self._shown(entry.token_id, entry.logprob), tops))
 
     def tokens(self, token_ids: Sequence[int]) -> None:
-        """Takes a step's tokens, which are read one by one and written together."""
+        """Take a step's tokens. They are parsed one by one and written together."""
         self._due_at = max(self._due_at, self._num_tokens + len(token_ids))
         for token_id in token_ids:
-            if not self.reason:  # else a stop string came before
+            if not self.reason:  # otherwise a stop string came before
                 self._token(token_id)
         if self._waiting:
             self._write([])
@@ -259,12 +259,12 @@ class Choice:
         self._session.fail(ApiError(503, text, code="engine_failed"))
 
     def _flush(self) -> None:
-        """Instead of `flush` where chunks carry the usage."""
+        """Replace `flush` if chunks carry the usage."""
         self._writer.flush()
         self._session.update()
 
     def _tell(self) -> Usage:
-        """The usage for a chunk that is being written, which brings all tokens so far."""
+        """Return the usage for the chunk being written, which covers all tokens so far."""
         self.num_told, self.reasoning_told = self._num_tokens, self.num_reasoning
         return self._session.usage_told()
 
@@ -287,7 +287,7 @@ class Choice:
             self._show(text)
 
     def _show(self, text: str) -> None:
-        """Raw text, stop strings included, reaches the parser up to the first stop string."""
+        """Pass raw text to the parser, up to the first stop string."""
         is_stopped = False
         if self._stops is not None and self._num_tokens > self.message.sampling.min_tokens:
             text, is_stopped = self._stops.feed(text)
@@ -298,14 +298,14 @@ class Choice:
             self._end("stop", is_cut=True)
 
     def _end(self, reason: str, *, is_cut: bool = False) -> None:
-        """`is_cut`: by a stop string, maybe amid a call, which is no whole one then."""
+        """End the choice. `is_cut` means that a stop string ended it, perhaps within a call."""
         if self._stops is not None and (text := self._stops.finish()):
             self._write(self._parser.feed(text))
         self._write(self._parser.finish(), is_last=True)
         is_cut = is_cut and self._parser.is_amid_call
         is_named = self._session.request.choice_of_tools.is_named
         if reason == "stop" and self._writer.num_calls and not is_named and not is_cut:
-            reason = "tool_calls"  # of the model's own accord, that is: as OpenAI has it
+            reason = "tool_calls"  # as with OpenAI, only if the model was free to call
         self.reason = reason
         self._writer.end(reason, self._details)
         self._session.end_choice()
@@ -330,6 +330,6 @@ class Choice:
         piece = self._vocabulary.bytes_of(token_id)
         text = piece.decode(errors="replace")
         if self._session.request.return_tokens_as_token_ids:
-            text = f"token_id:{token_id}"  # parts of characters look alike, ids do not
-        # JSON has no infinity; a forbidden token's is the most negative number clients expect.
+            text = f"token_id:{token_id}"  # parts of characters may look alike, ids do not
+        # JSON has no infinity; -9999.0 stands for the -inf of a forbidden token.
         return text, max(logprob, -9999.0), list(piece)

@@ -1,19 +1,20 @@
-"""One HTTP connection: how much it may send, how long that may take, how much may wait for it.
+"""HTTP connection with limits on bytes, headers and time.
 
-Counts bytes, headers and seconds before anybody looks at a request, its key included. Knows
-neither routes nor bodies' meaning.
+The limits apply before any other check of a request, including that of its API key. Routes and the
+content of bodies are handled elsewhere.
 
-Decision: `look_after` is called for every connection ten times a second, instead of timers of
-their own: nothing is to be cancelled, and a connection that ends leaves nothing behind.
+Decision: `look_after` runs ten times a second for every connection. Timers for each connection
+would have to be cancelled, and one left over would keep a closed connection alive.
 
 Decision: a response that is complete before its request has been read does not close the
-connection. Unread bytes would reset it, and most clients then lose the response. What still comes
-is read and dropped, until the client has sent all, or for LINGER_S without a byte, MOST_LINGER_S
-or MOST_LINGER_BYTES. If nothing may follow, the writing side closes at once (RFC 9112, 9.6).
+connection. Unread bytes would reset it, and most clients then lose the response. Further bytes are
+read and dropped until the request ends. This stops after LINGER_S without a byte, MOST_LINGER_S in
+all or MOST_LINGER_BYTES. If no further request may follow, the writing side closes at once (RFC
+9112, 9.6).
 
-Decision: who closes the writing side alone, as `nc -N` does behind a request, counts as gone. Such
-a client looks like one that has left until something is written to it, and nothing is written of
-a whole answer before its end: every request that was given up would keep its place until then.
+Decision: a client that closes only its writing side, as `nc -N` does after a request, counts as
+disconnected. It looks like a disconnected one until bytes are sent to it. An answer that is not
+streamed sends none before its end, so abandoned requests would keep their slots until then.
 """
 
 from __future__ import annotations
@@ -43,16 +44,17 @@ from nanovllm.server.metrics import OTHER_PATH, HttpCounts
 from nanovllm.server.refusals import RefusalLog
 
 log = logging.getLogger("server")
-LINGER_S = 2.0  # how long a client that was answered early may send nothing more of its request
-MOST_LINGER_S = 10.0  # and how long it may go on sending
+LINGER_S = 2.0  # longest pause of a client that goes on sending an already answered request
+MOST_LINGER_S = 10.0  # longest time in all for the rest of such a request
 MOST_LINGER_BYTES = 256 * 1024 * 1024
-KERNEL_UNSENT_BYTES = 64 * 1024  # what we can't count; the rest of a slow reader's waits with us
-RESET = struct.pack("ii", 1, 0)  # SO_LINGER: the kernel keeps nothing for the client either
+# Unsent bytes that the kernel may buffer. They are not counted; the rest stays in our buffer.
+KERNEL_UNSENT_BYTES = 64 * 1024
+RESET = struct.pack("ii", 1, 0)  # value for SO_LINGER: the kernel discards unsent bytes too
 NO_LIMIT = 2**31 - 1
 
 
 class Flow(FlowControl):
-    """Reading stays paused while pipelined requests wait, so that they can't pile up."""
+    """Flow control that keeps reading paused while pipelined requests wait."""
 
     def __init__(self, transport: asyncio.Transport, pipeline: deque[Any]) -> None:
         super().__init__(transport)
@@ -64,7 +66,7 @@ class Flow(FlowControl):
 
 
 class Outlet:
-    """The transport of one connection for its responses, which close it only when all is read."""
+    """Transport for responses. `close` waits until the request has been read."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write = transport.write
@@ -73,7 +75,7 @@ class Outlet:
 
 
 class Connection(HttpToolsProtocol):
-    """Never asks a writer to wait, and hands the transport to the application: asgi.Writer."""
+    """HTTP protocol without back-pressure on writes. Passes its transport to `asgi.Writer`."""
 
     def __init__(
         self,
@@ -82,28 +84,28 @@ class Connection(HttpToolsProtocol):
         refusals: RefusalLog,
         **given: Any,  # noqa: ANN401
     ) -> None:
-        """`given` is what uvicorn makes its protocols of."""
+        """`given` holds the arguments that uvicorn passes to its protocols."""
         super().__init__(**given)
         self._settings = settings
         self._counts = counts
         self._refusals = refusals
-        self._in_head = False  # a request's first line or headers have begun
-        self._in_body = False  # its headers are complete and its body is not; self.cycle is its own
-        self._answered: RequestResponseCycle | None = None  # now; self.cycle may wait behind it
+        self._in_head = False  # between the start of a request and the end of its headers
+        self._in_body = False  # between the end of the headers and the end of `self.cycle`'s body
+        self._answered: RequestResponseCycle | None = None  # the cycle being answered
         self._num_headers = 0
-        self._head_bytes = 0  # of the first line and complete headers
-        self._fed_bytes = 0  # since the latest complete part of a request, as far as reads tell
-        self._has_turned = False  # such a part ended amid the bytes just read
-        self._is_deaf = False  # what comes from now on is not looked at
-        self._deadline: float | None = None  # for what is being read; monotonic, as all times
-        self._linger_until: float | None = None  # what comes until then is dropped
-        self._num_dropped = 0  # bytes, since then
-        self._unread_before = 0  # bytes of a finished response, at the last progress
+        self._head_bytes = 0  # bytes of the first line and of complete headers
+        self._fed_bytes = 0  # bytes since the latest complete part of a request, in whole reads
+        self._has_turned = False  # a part of a request ended within the latest read
+        self._is_deaf = False  # input is ignored from now on
+        self._deadline: float | None = None  # monotonic time when the current part must be complete
+        self._linger_until: float | None = None  # input is dropped until then
+        self._num_dropped = 0  # bytes dropped while lingering
+        self._unread_before = 0  # bytes of a finished response, at the latest progress
         self._read_by = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         transport.set_write_buffer_limits(high=NO_LIMIT)
-        with suppress(OSError, AttributeError):  # not every system can
+        with suppress(OSError, AttributeError):  # not available on every system
             raw = transport.get_extra_info("socket")
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, KERNEL_UNSENT_BYTES)
         super().connection_made(transport)
@@ -116,7 +118,7 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self.pipeline.clear()
         if (cycle := self._answered) is not None and not cycle.response_complete:
-            cycle.disconnected = True  # uvicorn tells the newest request only
+            cycle.disconnected = True  # uvicorn notifies the latest request only
             cycle.message_event.set()
 
     # -- reading ----------------------------------------------------------------------------
@@ -134,25 +136,27 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._is_deaf = True  # we speak nothing else; the request itself is answered
+            self._is_deaf = True  # no other protocol is supported; the request itself is answered
             self._deadline = None
             self.cycle.keep_alive = False
             return
         except httptools.HttpParserError as error:
-            ours = error.__context__  # raised in a callback
+            ours = error.__context__  # raised in one of our callbacks
             invalid = ApiError(400, "this is not valid HTTP", code=CODE)
             self._refuse(ours if isinstance(ours, ApiError) else invalid)
             return
         if self._in_head and self.url and data.endswith(b"\n") and self._has_no_version():
             self._refuse(not_spoken("0.9"))
             return
-        # httptools keeps the beginning of a header until all of it is there.
+        # httptools buffers the beginning of a header until the header is complete.
         self._fed_bytes = 0 if self._has_turned else self._fed_bytes + len(data)
         if self._fed_bytes > self._settings.max_header_bytes:
             self._refuse(self._too_large())
 
     def _has_no_version(self) -> bool:
-        """Return True after a first line as HTTP/0.9 has it: no headers follow, so no end comes."""
+        """Return True after an HTTP/0.9 request line. No headers follow, so the parser finds no
+        end.
+        """
         return self.parser.get_http_version() in ("0.0", "0.9")
 
     def on_message_begin(self) -> None:
@@ -168,11 +172,11 @@ class Connection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Also a trailer of a chunked body, which counts as a header and is dropped."""
+        """Add a header. A trailer of a chunked body counts towards the limits and is dropped."""
         self._num_headers += 1
         self._count(len(name) + len(value) + len(b": \r\n"))
         if self._in_head:
-            super().on_header(name, value.strip(b" \t"))  # the parser keeps a tab at the end
+            super().on_header(name, value.strip(b" \t"))  # the parser keeps a trailing tab
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade() and self.parser.get_method() == b"POST":
@@ -180,15 +184,15 @@ class Connection(HttpToolsProtocol):
             raise ApiError(400, text, code=CODE)  # the parser would skip the body
         version = self.parser.get_http_version()
         check_head(version, self.headers)
-        if (host := host_of_target(self.url)) is not None:  # it replaces the header (RFC 9112, 3.2)
+        if (host := host_of_target(self.url)) is not None:  # overrides the header (RFC 9112, 3.2)
             others = [header for header in self.headers if header[0] != b"host"]
             self.headers[:] = [*others, (b"host", host)]
         self.expect_100_continue = expects_continue(version, self.headers)
         super().on_headers_complete()
         self.cycle.transport = cast(asyncio.Transport, self._outlet)
-        if self.expect_100_continue:  # a refused client may send the body, or the next request
+        if self.expect_100_continue:  # the next bytes may be the body or another request
             self.cycle.keep_alive = False
-        # Neither chunked nor counted: asgi.Writer writes such bodies.
+        # Neither mode: `asgi.Writer` writes such bodies itself.
         self.cycle.chunked_encoding = False if self.scope["http_version"] == "1.0" else None
         if not self.pipeline:
             self._answered = self.cycle
@@ -203,7 +207,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
         self._in_body, self._has_turned = False, True
         self._deadline = self._linger_until = None
-        self.flow.resume_reading()  # or nobody would notice that the client leaves
+        self.flow.resume_reading()  # otherwise a disconnect would go unnoticed
 
     def on_response_complete(self) -> None:
         if has_waited := bool(self.pipeline):
@@ -214,15 +218,15 @@ class Connection(HttpToolsProtocol):
             return
         if self._deadline is None:
             return
-        if has_waited:  # reading goes on only now
+        if has_waited:  # reading resumes only now
             self._allow(self._settings.body_timeout_s)
-        elif self._in_body:  # answered before it was all read
+        elif self._in_body:  # answered before the body was complete
             self._linger(most_s=self._deadline - time.monotonic())
 
     # -- limits -----------------------------------------------------------------------------
 
     def look_after(self, now: float) -> None:
-        """End what takes too long. To be called often, with the monotonic time."""
+        """Enforce the time limits. Call often, with the monotonic time."""
         unread = self.transport.get_write_buffer_size()
         if unread:
             self._look_at_reader(unread, now)
@@ -232,7 +236,7 @@ class Connection(HttpToolsProtocol):
             return
         if self._is_deaf or self.transport.is_closing():
             self.transport.abort()
-        elif self.pipeline:  # not read on because of ourselves
+        elif self.pipeline:  # reading is paused by the server, not by the client
             self._allow(self._settings.body_timeout_s)
         elif self._in_body:
             limit = self._settings.body_timeout_s
@@ -242,16 +246,20 @@ class Connection(HttpToolsProtocol):
             self._refuse(_too_slow(f"the headers must be complete within {limit:g} s", "header"))
 
     def shutdown(self) -> None:
-        """End with the server. A request whose head is not complete gets a refusal."""
+        """Close for server shutdown. A request with an incomplete head gets an error response."""
         if self._is_deaf and self._linger_until is not None:
-            return  # it closes soon
+            return  # closes soon in any case
         if self._in_head and not self._is_deaf:
             self._refuse(shutting_down())
         else:
             super().shutdown()
 
     def _look_at_reader(self, unread: int, now: float) -> None:
-        """A stream may have so much unread; a finished response must be read at some pace."""
+        """Reset a client that reads too slowly.
+
+        A stream may have `max_unread_bytes` unread. A finished response must make progress within
+        `body_timeout_s`.
+        """
         most = self._settings.max_unread_bytes
         cycle = self._answered
         if cycle is not None and cycle.response_started and not cycle.response_complete:
@@ -287,15 +295,15 @@ class Connection(HttpToolsProtocol):
         return ApiError(431, text, code="headers_too_large")
 
     def _refuse(self, error: ApiError) -> None:
-        """Read no more. Whoever waits for an answer gets one, in order."""
+        """Stop reading, and answer open requests in order."""
         self._is_deaf = True
         self._deadline = None
         cycle, is_own = self.cycle, self._in_body
         is_open = cycle is not None and not cycle.response_complete
         if self.pipeline or (is_own and (not is_open or cycle.response_started)):
-            self.transport.abort()  # a queue behind something broken, or answered already
+            self.transport.abort()  # requests wait for the broken one, or its answer has begun
         elif is_open and not is_own:
-            cycle.keep_alive = False  # what was asked before is still answered, and nothing else
+            cycle.keep_alive = False  # the earlier request is still answered
         elif not self.transport.is_closing():
             if is_own:
                 cycle.disconnected = True
@@ -307,7 +315,7 @@ class Connection(HttpToolsProtocol):
             self._linger()
 
     def _close_when_read(self) -> None:
-        """Close after a response that nothing follows, or half-close if more may come."""
+        """Close after the final response, or half-close if the client may still be sending."""
         if self.transport.is_closing():
             return
         if self._in_body or self._is_deaf:
@@ -319,14 +327,14 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _linger(self, most_s: float = MOST_LINGER_S) -> None:
-        """Drop what still comes of a request that has its response."""
+        """Drop further bytes of a request that is already answered."""
         now = time.monotonic()
         self._num_dropped = 0
         self._linger_until = now + min(MOST_LINGER_S, most_s)
         self._deadline = min(now + LINGER_S, self._linger_until)
 
     def _may_linger(self, num_bytes: int) -> bool:
-        """Count dropped bytes; return False after the connection was aborted for too many."""
+        """Count dropped bytes. If there are too many, abort the connection and return False."""
         assert self._linger_until is not None
         self._num_dropped += num_bytes
         if self._num_dropped > MOST_LINGER_BYTES:
@@ -341,7 +349,7 @@ def _too_slow(text: str, part: str) -> ApiError:
 
 
 def _whole_response(error: ApiError) -> bytes:
-    """For a connection on which nothing follows."""
+    """Return a complete response, for a connection that closes after it."""
     body = error.body()
     headers = {
         b"content-type": JSON,

@@ -1,10 +1,10 @@
-"""Answers that pages of other origins may read in a browser (the Fetch standard's CORS protocol).
+"""CORS headers (the Fetch standard), which let pages of other origins read answers in a browser.
 
-Metrics, steps and the page itself are for its own origin, for pages of this machine and for
-origins that are named: `*` opens the API alone.
+Metrics, steps and the page itself are open to the server's own origin, to pages of this machine and
+to origins allowed by name. An allowed origin of `*` opens the API only.
 
-Before a request that a page could not send without scripts, the browser sends OPTIONS; and it
-shows the page an answer only if that names the page's origin, or all.
+Before a request that needs a script to be sent, the browser sends OPTIONS. It gives a page the
+answer only if the answer names the page's origin, or `*`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from nanovllm.server.access import Access
 from nanovllm.server.asgi import Header, Message, Receive, Scope, Send, Writer, header
 from nanovllm.server.errors import ApiError
 
-ALLOWED_S = 600  # for which a browser need not send OPTIONS again
+ALLOWED_S = 600  # seconds for which a browser may cache the answer to OPTIONS
 METHODS = b"GET, HEAD, POST, OPTIONS"
 NETWORK = b"access-control-request-private-network"  # sent by pages of the internet
 Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Cors:
-    """An application whose answers may be read by the pages that `access` lets read them."""
+    """ASGI application that adds CORS headers for the pages that `access` admits."""
 
     def __init__(self, app: Asgi, access: Access) -> None:
         self._app = app
@@ -36,7 +36,7 @@ class Cors:
             await self._app(scope, receive, send)
             return
         own = [(b"access-control-allow-origin", reader)]
-        own += [] if reader == ANY.encode() else [(b"vary", b"origin")]  # for a cache's sake
+        own += [] if reader == ANY.encode() else [(b"vary", b"origin")]  # caches depend on it
         if scope["method"] == "OPTIONS" and header(scope, b"access-control-request-method"):
             Writer(scope, send).respond(200, b"text/plain", b"", [*own, *_allowed(scope)])
             return
@@ -50,7 +50,7 @@ class Cors:
         await self._app(scope, receive, with_origin)
 
     def _reader(self, scope: Scope) -> bytes | None:
-        """Return the origin whose pages may read the answer; the application refuses others."""
+        """Return the origin that may read the answer. The application refuses the others."""
         try:
             self._access.check(scope)
         except ApiError:
@@ -59,7 +59,7 @@ class Cors:
 
 
 def _allowed(scope: Scope) -> list[Header]:
-    """Return the headers by which an answer to OPTIONS permits the request that is to follow."""
+    """Return the headers that permit the request announced by OPTIONS."""
     wanted = header(scope, b"access-control-request-headers") or b""
     allowed = [
         (b"access-control-allow-methods", METHODS),

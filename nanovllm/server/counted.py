@@ -1,7 +1,7 @@
-"""A stream that says with every chunk how many tokens there are by now (continuous_usage_stats).
+"""Stream in which every chunk carries the number of tokens so far (continuous_usage_stats).
 
-Clients take the difference of two counts for what a chunk brought, so it has to rise from each
-chunk to the next: whatever a step brings of a choice is one chunk here, its end included.
+Clients take the difference of two counts as the size of a chunk, so the count must rise with each
+chunk. All events of a choice in one step therefore form one chunk, including its end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CountedWriter(ChunkWriter):
         self, head: bytes, index: int, out: list[bytes], *, reasoning_content: bool = False
     ) -> None:
         super().__init__(head, index, out, reasoning_content=reasoning_content)
-        self._delta: dict[str, Any] = {}  # of the step that goes on
+        self._delta: dict[str, Any] = {}  # of the current step
         self._details = Details()
 
     def write(self, event: Event, details: Details | None) -> None:
@@ -37,7 +37,7 @@ class CountedWriter(ChunkWriter):
             self.num_calls += 1
         elif isinstance(event, CallPart):
             calls = delta.setdefault("tool_calls", [])
-            if not calls:  # it goes on with one that began in an earlier step
+            if not calls:  # continues a call of an earlier step
                 calls.append({"index": self.num_calls - 1, "function": {"arguments": ""}})
             calls[-1]["function"]["arguments"] += event.text
         else:

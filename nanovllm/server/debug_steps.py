@@ -1,9 +1,9 @@
-"""GET /debug/steps?since=N&engine=K: an engine's newest steps after N, as JSON.
+"""GET /debug/steps?since=N&engine=K: an engine's latest steps after N, as JSON.
 
-GET /debug/experts?engine=K: how many tokens were routed to each expert, as lines of JSON.
+GET /debug/experts?engine=K: the number of tokens routed to each expert, as lines of JSON.
 
 The fields are those of look.Steps and look.Step, but `slots` is an object of requests by slot and
-`decodes` a list of slots. In a step both are left out if they are as in the step before it.
+`decodes` a list of slots. A step omits those that equal those of the step before.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from nanovllm.server.engines import Engines
 from nanovllm.server.errors import ApiError, bad_value
 from nanovllm.server.page_files import Handler, is_shown, page_files
 
-DEBUG = "/debug/"  # what begins so takes the key
-ANSWER_S = 5.0  # what the engine's reading thread may take: it waits for no step
+DEBUG = "/debug/"  # paths with this prefix need the API key
+ANSWER_S = 5.0  # seconds for the engine's reading thread, which does not wait for steps
 NO_STORE = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
 
 
 def looks(engines: Engines, server: Server) -> dict[str, Handler]:
-    """What there is to look at, by path: nothing, or the page's files and the steps."""
+    """Return handlers by path: those of the page and of /debug, or none if the page is off."""
     if not is_shown(server):
         return {}
     experts = partial(tell_experts, engines)
@@ -37,7 +37,7 @@ def looks(engines: Engines, server: Server) -> dict[str, Handler]:
 
 
 async def tell_experts(engines: Engines, scope: Scope, writer: Writer) -> None:
-    """A line for each layer with experts, none where there is none."""
+    """Respond with one line for each layer with experts, if there are any."""
     load = engines.clients[_number(scope, "engine", len(engines.clients) - 1)].stats.experts
     writer.respond(200, JSON, load.lines() if load is not None else b"", NO_STORE)
 
@@ -47,7 +47,7 @@ class DebugSteps:
         self._engines = engines
 
     async def __call__(self, scope: Scope, writer: Writer) -> None:
-        """Raises ApiError: 400 for a bad field, 503 where the engine gives no answer."""
+        """Respond with the steps. Raise ApiError: 400 for a bad field, 503 without an answer."""
         clients = self._engines.clients
         since = _number(scope, "since", 1 << 53)
         at = _number(scope, "engine", len(clients) - 1)
@@ -67,7 +67,7 @@ class DebugSteps:
 
 
 def _number(scope: Scope, name: str, most: int) -> int:
-    """A field of the query, 0 without it."""
+    """Return a number from the query, 0 if it is missing."""
     fields = dict(part.partition("=")[::2] for part in scope["query_string"].decode().split("&"))
     text = fields.get(name, "0")
     if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
@@ -76,7 +76,7 @@ def _number(scope: Scope, name: str, most: int) -> int:
 
 
 def told(steps: Steps) -> dict[str, Any]:
-    """The answer's body, but for the sizes."""
+    """Return the body without the sizes."""
     slots = decodes = b""
     listed = []
     for step in steps.steps:

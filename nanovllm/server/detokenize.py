@@ -1,11 +1,12 @@
-"""Token ids to text, incrementally, and stop strings. Sans-I/O.
+"""Incremental detokenisation and stop strings, sans-I/O.
 
-Never emits half a character. However ids and text are cut into pieces, the pieces add up to the
-same. Knows nothing about requests or the OpenAI API.
+The output never has part of a character, and its sum does not depend on how ids and text are split.
+Independent of requests and the OpenAI API.
 
-Decision: a marker that is one token becomes one character that text cannot have, so that the
-parser knows it from the same letters typed as ordinary text, and every cut falls beside it.
-Decision: only byte-level vocabularies, which all our families have. Every token's bytes are
+Decision: a marker that is one token becomes one character that text cannot contain. For the parser
+it thus differs from the same letters in ordinary text, and no cut can divide it.
+
+Decision: only byte-level vocabularies, which all our families have. The bytes of each token are
 tabulated at start (0.4 s for 150,000 tokens), so that most tokens cost a list lookup.
 """
 
@@ -19,16 +20,16 @@ from tokenizers import Tokenizer, decoders
 from nanovllm.config import ConfigError
 from nanovllm.tokenizer import special_ids
 
-FIRST_MARK = 0xD800  # of the surrogates, which no decoded text has
+FIRST_MARK = 0xD800  # the first of the surrogates, which decoded text never contains
 
 
 class Vocabulary:
-    """What each token id stands for. Ids beyond the tokenizer's own show as `<12345>`."""
+    """Text and bytes of each token id. Ids outside the tokenizer's own are shown as `<12345>`."""
 
     def __init__(self, tokenizer: Tokenizer, markers: Sequence[str] = ()) -> None:
-        """Attribute `marks`: each marker as detokenised text has it; itself if it is no token.
+        """`marks` maps each marker to its form in detokenised text: itself unless it is a token.
 
-        Raises ConfigError if the vocabulary is not byte-level.
+        Raise ConfigError if the vocabulary is not byte-level.
         """
         check_decoder(tokenizer)
         self.marks = {marker: marker for marker in markers}
@@ -40,7 +41,7 @@ class Vocabulary:
         for piece, token_id in pieces.items():
             try:
                 table[token_id] = bytes(byte_of[character] for character in piece)
-            except KeyError:  # an added token outside of the alphabet is its own text
+            except KeyError:  # added tokens with other characters are plain text
                 table[token_id] = piece.encode()
         self._bytes = table
         added = tokenizer.get_added_tokens_decoder()
@@ -48,7 +49,7 @@ class Vocabulary:
         ids = {token.content: token_id for token_id, token in added.items()}
         for count, marker in enumerate(marker for marker in markers if marker in ids):
             self.marks[marker] = self.mark_of[ids[marker]] = chr(FIRST_MARK + count)
-        # Per id its text, or None where its bytes are no whole characters.
+        # The text of each id, None if its bytes are not whole characters.
         texts = (piece.decode(errors="replace") for piece in table)
         self.texts = [None if "\ufffd" in text else text for text in texts]
         self.texts_without_special = self.texts.copy()
@@ -61,7 +62,7 @@ class Vocabulary:
         return self._bytes[token_id] if token_id < self.size else b"<%d>" % token_id
 
     def marked(self, text: str) -> str:
-        """The text with every marker as detokenised text would have it."""
+        """Return the text with every marker in its detokenised form."""
         for marker, mark in self.marks.items():
             text = text.replace(marker, mark)
         return text
@@ -77,7 +78,7 @@ def check_decoder(tokenizer: Tokenizer) -> None:
 
 
 class Detokenizer:
-    """For one output: `feed` ids, then `finish` for the rest of an unfinished character."""
+    """Decoder of one output. Call `feed` for each id, then `finish` for an incomplete character."""
 
     def __init__(self, vocabulary: Vocabulary, *, skip_special: bool) -> None:
         self._bytes_of = vocabulary.bytes_of
@@ -85,7 +86,7 @@ class Detokenizer:
         self._skipped = vocabulary.special if skip_special else frozenset()
         self._texts = vocabulary.texts_without_special if skip_special else vocabulary.texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._is_amid = False  # a character: the decoder holds bytes
+        self._is_amid = False  # the decoder holds part of a character
 
     def feed(self, token_id: int) -> str:
         if not self._is_amid and token_id < len(self._texts):
@@ -106,7 +107,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts text at the stop string that is complete first; holds back what may become one."""
+    """Cutter at the first complete stop string. Holds back text that may become one."""
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
         self._stops = stops
@@ -114,9 +115,9 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """The text that is sure, and whether a stop string ended it."""
+        """Return the text that is certain, and True if a stop string ended it."""
         text = self._held + text
-        # The first to end, of those the one that began first: what feeding single characters finds.
+        # Earliest end, then earliest start, as if characters were fed one by one.
         matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if matches:
             end, at = min(matches)
@@ -132,7 +133,7 @@ class StopStrings:
 
 
 def held_back(text: str, mark: str) -> int:
-    """How many characters at the end of `text` may turn out to be the start of `mark`."""
+    """Return the number of final characters of `text` that may begin `mark`."""
     if mark[0] not in text:
         return 0
     for count in range(min(len(mark) - 1, len(text)), 0, -1):
@@ -142,7 +143,7 @@ def held_back(text: str, mark: str) -> int:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the rest for U+0100 and on."""
+    """Return GPT-2's byte alphabet: printable bytes as they are, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {

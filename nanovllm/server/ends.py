@@ -1,9 +1,9 @@
-"""Tokens that end a text: the one place that decides them.
+"""Set of tokens that end a text.
 
-They are the union of config.json, generation_config.json, the tokenizer's eos_token, and the
-special token with which the chat template ends an assistant's turn: in many checkpoints these
-differ. The supervisor computes them once (`Config.eos_ids`). Requests carry them to the scheduler,
-the sampler (min_tokens) and the detokenizer, and the engine's grammars end with them.
+Its sources differ in many checkpoints. They are config.json and generation_config.json, the
+tokenizer's eos_token, and the special token with which the chat template ends an assistant's turn.
+The supervisor computes it once (`Config.eos_ids`). Requests carry it to the scheduler, the sampler
+(min_tokens) and the detokenizer, and the engine's grammars end with these tokens.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from nanovllm.server.renderer import Renderer
 from nanovllm.server.template import Template
 from nanovllm.tokenizer import special_ids
 
-QUESTION, ANSWER = "nanovllm-question", "nanovllm-answer"  # found again in what is rendered
+QUESTION, ANSWER = "nanovllm-question", "nanovllm-answer"  # markers to find in the rendered text
 
 
 class EosFields(Struct, frozen=True):
-    """The fields of config.json and generation_config.json that are read here."""
+    """Fields read from config.json and generation_config.json."""
 
     eos_token_id: int | list[int] | None = None
     vocab_size: int | None = None
@@ -35,8 +35,8 @@ class EosFields(Struct, frozen=True):
 def eos_ids_of(config: Config, template: Template | None = None) -> tuple[int, ...]:
     """Return the ids of all tokens that end a text, in ascending order.
 
-    `template`: of the model's folder, if it is read already. Ids beyond the vocabulary are left
-    out. Raise ConfigError that names a broken file.
+    `template` is that of the model's folder, if it has been read already. Ids outside the
+    vocabulary are left out. Raise ConfigError with the name of a broken file.
     """
     if template is None:
         with closing(Renderer()) as renderer:
@@ -68,8 +68,8 @@ def named(file: EosFields) -> set[int]:
 def ids_of_turn_ends(template: Template) -> set[int]:
     """Return the ids of the special tokens that follow an assistant's text in short conversations.
 
-    Both a last turn and one before a question are looked at, as templates may end them
-    differently. A conversation that the template refuses is left out.
+    The assistant's turn is rendered both as the last one and before a question, since templates may
+    end these differently. A conversation that the template refuses is skipped.
     """
     special = special_ids(template.tokenizer)
     question, answer = ChatMessage("user", QUESTION), ChatMessage("assistant", ANSWER)
@@ -87,8 +87,8 @@ def ids_of_turn_ends(template: Template) -> set[int]:
 def ends_after_space(special: Collection[str], turns: list[tuple[str, str]]) -> set[str | None]:
     """Return the token that ends turns after spaces or newlines, if there is one.
 
-    It must follow every turn. The last token before the first question begins turns: after a space
-    it is the next turn's beginning, and ends none.
+    It must follow every turn. The last special token before the first question opens a turn. After
+    a space it therefore belongs to the next turn and ends none.
     """
     ends = {first_of(special, after.lstrip()) for _, after in turns}
     openings = {last_of(special, before.partition(QUESTION)[0]) for before, _ in turns}

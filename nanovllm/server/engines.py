@@ -1,7 +1,7 @@
-"""The engines behind one API process: who of them gets a request, and whether one lives.
+"""Connections to all engines of one API process: choice of an engine, and health.
 
-With one engine nothing is chosen and nothing noted. With several, one that has gone is looked for
-again where it was until it is back.
+With one engine there is no choice and no bookkeeping. With several, a lost engine is reconnected at
+the same path as soon as it is back.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from nanovllm.wire import Ready
 
 log = logging.getLogger("server")
 RETRY_S = 0.2
-SETTLE_S = 2.0  # an API process started later waits this long for engines after the first
-SILENT_S = 2.0  # an engine silent for so long gets no request while another can take it
+SETTLE_S = 2.0  # seconds that a restarted API process waits for further engines after the first
+SILENT_S = 2.0  # seconds without a sign of life after which other engines are preferred
 
 
 class Route:
-    """Where one request goes, and who counts it."""
+    """Destination of one request, and the metrics that count it."""
 
     def __init__(self, client: EngineClient, metrics: Metrics) -> None:
         self.client = client
         self.metrics = metrics
 
     def sent(self) -> None:
-        """The engine has it."""
+        """Record that the engine has the request."""
 
     def done(self, session: ChatSession) -> None:
-        """Nothing more will come of it."""
+        """Record that the request is over."""
 
 
 class ChosenRoute(Route):
-    """A route of several engines, of which the router hears what became of the request."""
+    """Route to one of several engines. Reports the request's progress to the router."""
 
     def __init__(
         self, client: EngineClient, metrics: Metrics, router: RequestRouter, routed: Routed
@@ -62,10 +62,10 @@ class ChosenRoute(Route):
 
 
 class Engines:
-    """Connected to all engines from the start."""
+    """All engines; connected from the start."""
 
     def __init__(self, clients: Sequence[EngineClient], stall_s: float) -> None:
-        """`stall_s`: for how long one may be silent, or later than any step was before."""
+        """`stall_s` limits silence, and how much longer than any earlier step a step may take."""
         self.clients = list(clients)
         self.metrics = [Metrics() for _ in clients]
         self._stall_s = stall_s
@@ -75,10 +75,10 @@ class Engines:
     async def connect(
         cls, paths: Sequence[str], recipe: Recipe, first_life: bool = True
     ) -> Engines:
-        """Returns once all are ready. Raises EngineLostError if one dies before.
+        """Connect to all engines and wait until they are ready.
 
-        An API process that was restarted, not of its `first_life`, waits for one engine alone:
-        others may be away.
+        A restarted API process (`first_life` False) waits for one engine only, since others may be
+        down. Raise EngineLostError if an engine exits before it is ready.
         """
         if len(paths) > 1:
             return await Replicas.connect(paths, recipe, first_life)
@@ -87,22 +87,24 @@ class Engines:
 
     @property
     def ready(self) -> Ready:
-        """What holds of every engine."""
+        """The properties that hold for every engine."""
         readies = [client.ready for client in self.clients]
         return replace(readies[0], max_model_tokens=min(r.max_model_tokens for r in readies))
 
     def route(self, request: ChatRequest, prompt: Prompt) -> Route:
-        """Whom to send a request, to be told when it was sent and when it is over."""
+        """Return the engine for a request. The caller reports `sent` and `done` to it."""
         return self._route
 
     def end(self, at: int, when: float) -> None:
-        """Engine `at` was lost, whether its connection has noticed or not; but what was heard late
-        is not of one that was ready only after that (monotonic)."""
+        """Close the connection to engine `at`, which was lost at the time `when` (monotonic).
+
+        A late report of an earlier loss does not affect an engine that became ready after `when`.
+        """
         if not self.clients[at].is_lost and self.clients[at].ready_at < when:
             self.clients[at].cut()
 
     def problem(self) -> ApiError | None:
-        """Why no engine can be sent a request; None if one can."""
+        """Return the reason why no engine can take a request, None if one can."""
         problems = [problem_of(client, self._stall_s) for client in self.clients]
         return None if None in problems else problems[0]
 
@@ -120,7 +122,7 @@ class Engines:
 
 
 class Replicas(Engines):
-    """Several engines, each of which may end and begin again."""
+    """Several engines, each of which may exit and restart."""
 
     def __init__(
         self, clients: Sequence[EngineClient], paths: Sequence[str], recipe: Recipe
@@ -144,7 +146,7 @@ class Replicas(Engines):
     ) -> Replicas:
         made: list[Replicas] = []
 
-        def lost(index: int) -> None:  # while others start, the supervisor ends them all
+        def lost(index: int) -> None:  # during startup the supervisor ends all engines
             if made:
                 made[0].lost(index)
 
@@ -175,7 +177,7 @@ class Replicas(Engines):
         ]
         loads = brisk if any(load is not None for load in brisk) else loads
         if not any(load is not None for load in loads):
-            return Route(self.clients[0], self.metrics[0])  # it is gone, or stalls as all do
+            return Route(self.clients[0], self.metrics[0])  # all are lost or stalled
         salt = request.cache_salt or ""
         owner = salt or request.user or ""
         routed = self._router.route(prompt.ids, salt, owner, loads)
@@ -183,11 +185,11 @@ class Replicas(Engines):
         return ChosenRoute(self.clients[at], self.metrics[at], self._router, routed)
 
     def _load(self, at: int) -> int:
-        """Requests in flight: as of the engine's newest counts, then changed as ours have since.
+        """Return requests in flight: the engine's latest counts, corrected by our changes since.
 
-        Decision: other API processes are taken to have sent it and lost as many as this one since.
-        Where streams end together, all processes would otherwise fill the same gap: four of them
-        put 489 of 512 streams on one of two engines.
+        Decision: other API processes are assumed to have sent and finished since then the same
+        number as this one. Otherwise all processes would fill the same gap when streams end
+        together: four of them put 489 of 512 streams on one of two engines.
         """
         client = self.clients[at]
         stats, ours = client.stats, client.num_open
@@ -201,7 +203,7 @@ class Replicas(Engines):
         self.connect_later(at, asyncio.ensure_future(again))
 
     def connect_later(self, at: int, connecting: asyncio.Task[EngineClient]) -> None:
-        """Send requests to engine `at` once it is there."""
+        """Send requests to engine `at` once it is connected."""
         task = asyncio.get_running_loop().create_task(self._connect_later(at, connecting))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
@@ -210,7 +212,7 @@ class Replicas(Engines):
         while True:
             try:
                 client = await connecting
-            except EngineLostError:  # it ended while it loaded
+            except EngineLostError:  # it exited while loading
                 await asyncio.sleep(RETRY_S)
                 again = EngineClient.connect(self._paths[at], partial(self.lost, at))
                 connecting = asyncio.ensure_future(again)
@@ -221,8 +223,11 @@ class Replicas(Engines):
 
 
 async def those_ready(tasks: Sequence[asyncio.Task[EngineClient]]) -> list[EngineClient | None]:
-    """Return the clients of engines that are ready SETTLE_S after the first; None of the others,
-    whose tasks go on. Raises EngineLostError if all engines die."""
+    """Return the clients of the engines that are ready SETTLE_S after the first, None for the
+    others.
+
+    The tasks of those others continue. Raise EngineLostError if all engines exit.
+    """
     waiting = set(tasks)
     while waiting and not any(task.done() and not task.exception() for task in tasks):
         _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,4 @@
-"""What a refused request is told: an HTTP status and the OpenAI error body.
-
-Knows nothing about which checks exist.
-"""
+"""Errors of refused requests: an HTTP status and the OpenAI error body."""
 
 from __future__ import annotations
 
@@ -10,16 +7,16 @@ from collections.abc import Iterable
 
 import msgspec
 
-MAX_MESSAGE_CHARS = 1000  # a request may not choose how long its refusal is
+MAX_MESSAGE_CHARS = 1000  # a request cannot inflate its own refusal
 HEADERS = {
     401: [(b"www-authenticate", b"Bearer")],
-    413: [(b"connection", b"close")],  # or the client would send the rest of the body
+    413: [(b"connection", b"close")],  # keeps the client from sending the rest of the body
     503: [(b"retry-after", b"1")],
 }
 
 
 class ApiError(Exception):
-    """Ends a request. `param` is the body's field at fault, with its path: `messages[0].role`."""
+    """Error that ends a request. `param` is the path of the field at fault: `messages[0].role`."""
 
     def __init__(
         self,
@@ -46,19 +43,22 @@ class ApiError(Exception):
 
 
 def bad_value(param: str, requirement: str, value: object) -> ApiError:
-    """`temperature must be between 0 and 2, not 3.0`"""
+    """Return an error like "temperature must be between 0 and 2, not 3.0"."""
     shown = repr(value)
     shown = shown if len(shown) <= 100 else shown[:97] + "..."
     return misplaced(param, f"must be {requirement}, not {shown}")
 
 
 def misplaced(param: str, complaint: str) -> ApiError:
-    """`stream_options must be left out unless stream is true`"""
+    """Return an error like "stream_options must be left out unless stream is true"."""
     return ApiError(400, f"{param} {complaint}", param=param, code="invalid_value")
 
 
 def too_long(num_tokens: int, context: int, *, is_least: bool = False) -> ApiError:
-    """A prompt that leaves no room for an answer. `is_least`: it has at least `num_tokens`."""
+    """Return the error for a prompt that leaves no room for an answer.
+
+    `is_least` means that `num_tokens` is a lower bound.
+    """
     counted = f"at least {num_tokens}" if is_least else str(num_tokens)
     text = (
         f"messages: the prompt has {counted} tokens; with at least one token to generate "
@@ -79,7 +79,7 @@ def shutting_down() -> ApiError:
 
 
 def bad_body(error: msgspec.DecodeError) -> ApiError:
-    """From msgspec's words for a body that is no JSON or has a field of the wrong type."""
+    """Return the error for a body that msgspec refuses: not JSON, or a field of the wrong type."""
     text = str(error)
     if not isinstance(error, msgspec.ValidationError):
         return ApiError(400, f"the body is not valid JSON: {text}", code="invalid_json")

@@ -1,6 +1,6 @@
-"""What RFC 9112 and RFC 9110 demand of a request's head, as far as the parser leaves it to us.
+"""Checks of a request's head after RFC 9110 and RFC 9112 that the parser does not make.
 
-httptools refuses malformed lines, lengths that contradict each other, and a body without an end.
+httptools itself refuses malformed lines, contradictory lengths, and a body without an end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from nanovllm.server.asgi import Header
 from nanovllm.server.errors import ApiError
 
 CODE = "invalid_http"
-# uri-host [ ":" port ] of RFC 3986; an empty one is valid, too.
+# `uri-host [ ":" port ]` of RFC 3986; an empty one is valid, too.
 AUTHORITY = re.compile(
     rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[\w.~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?"
 )
@@ -27,7 +27,7 @@ def not_spoken(version: str) -> ApiError:
 
 
 def check_head(version: str, headers: list[Header]) -> None:
-    """Raise ApiError for a head that must be refused. Names in `headers` are in lower case."""
+    """Raise ApiError if the head must be refused. Names in `headers` are in lower case."""
     if version not in ("1.0", "1.1"):
         raise not_spoken(version)
     hosts = [value for name, value in headers if name == b"host"]
@@ -43,12 +43,15 @@ def check_head(version: str, headers: list[Header]) -> None:
 
 
 def expects_continue(version: str, headers: list[Header]) -> bool:
-    """Return True if the client waits for a word before it sends the body."""
+    """Return True if the client waits for "100 Continue" before it sends the body."""
     return version == "1.1" and CONTINUE in _members(headers, b"expect")
 
 
 def host_of_target(target: bytes) -> bytes | None:
-    """Return the host and port of `http://host:port/path`, None of `/path`."""
+    """Return host and port of an absolute target (`http:
+
+    host:port/path`), None for a plain path.
+    """
     if target.startswith((b"/", b"*")):
         return None
     url = httptools.parse_url(target)

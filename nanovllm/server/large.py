@@ -1,7 +1,7 @@
-"""Large bodies become prompts in a process of their own, one at a time, the smallest first.
+"""Subprocess that turns large bodies into prompts, one at a time, the smallest first.
 
-Small requests notice neither their queue nor their decoding, which holds the interpreter's lock
-(0.4 s for 30 MB of short messages). The process has a low priority, begins with the first large
+Decoding holds the interpreter's lock (0.4 s for 30 MB of short messages), so a large body in this
+process would delay small requests. The subprocess has a low priority, starts with the first large
 body, and is killed when one takes too long.
 """
 
@@ -35,10 +35,10 @@ from nanovllm.server.template import Prompt
 from nanovllm.wire import Ready
 
 log = logging.getLogger("server")
-MANY_MESSAGES = 128  # as large a body as any: templates take some 15 us for each, with the lock
-LARGE_BYTES = 128 * 1024  # of a body; some 30,000 tokens of English
-MAX_LEFT_BYTES = 1024 * 1024  # of what is not messages, which the API process must decode too
-MAX_S = 30.0  # for one body, in a process that others may slow down
+MANY_MESSAGES = 128  # more make a body large: a template takes some 15 us each with the lock held
+LARGE_BYTES = 128 * 1024  # bytes of a body; some 30,000 tokens of English
+MAX_LEFT_BYTES = 1024 * 1024  # bytes of fields other than messages, which this process decodes too
+MAX_S = 30.0  # seconds for one body; other processes may slow the subprocess down
 START_S = 120.0
 NICENESS = 10
 NAME = "nanovllm-large"
@@ -46,7 +46,7 @@ Prepared = tuple[ChatRequest, Prompt]
 
 
 class RefusedBody(Struct, frozen=True, tag=True):
-    """What the process answers instead of a prompt: an ApiError's arguments."""
+    """Refusal sent by the subprocess: the arguments of an ApiError."""
 
     status: int
     message: str
@@ -55,7 +55,7 @@ class RefusedBody(Struct, frozen=True, tag=True):
 
 
 class PreparedBody(Struct, frozen=True, tag=True):
-    rest: bytes  # JSON: numbers may have more digits than msgpack takes
+    rest: bytes  # JSON, since its numbers may have more digits than msgpack allows
     prompt: Prompt
 
 
@@ -63,14 +63,14 @@ _decode = msgspec.msgpack.Decoder(PreparedBody | RefusedBody).decode
 
 
 class Room:
-    """Bytes of large bodies that are being read or wait to become prompts, all together."""
+    """Budget of bytes for large bodies that are being read or wait to become prompts."""
 
     def __init__(self, max_bytes: int) -> None:
         self._left = max_bytes
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[Callable[[int], None]]:
-        """Yields a function to be called with a body's length as it grows: it raises ApiError."""
+        """Yield a function to call with a body's length as it grows. It raises ApiError if full."""
         held = 0
 
         def grow(num_bytes: int) -> None:
@@ -90,7 +90,9 @@ class Room:
 
 
 class LargeBodies:
-    """The queue, and the thread that waits for the process. A context that ends both."""
+    """Queue of large bodies and the thread that waits for the subprocess. Leaving the context ends
+    both.
+    """
 
     def __init__(self, config: Config, ready: Ready) -> None:
         self._worker = _Worker(config, ready)
@@ -108,9 +110,9 @@ class LargeBodies:
         self._worker.kill()  # if it was just starting
 
     async def prepare(self, body: bytes) -> Prepared:
-        """A checked request without its messages, and its prompt. Raises ApiError.
+        """Return the checked request without its messages, and its prompt. Raise ApiError.
 
-        Whoever is cancelled leaves the queue; what is being worked on is finished.
+        Cancellation removes a body from the queue; a body in progress is finished.
         """
         done: asyncio.Future[Prepared] = asyncio.get_running_loop().create_future()
         entry = (len(body), next(self._numbers), body, done)
@@ -145,14 +147,14 @@ class LargeBodies:
 
 
 class _Worker:
-    """The process, as one thread sees it."""
+    """Handle of the subprocess, for use by one thread."""
 
     def __init__(self, config: Config, ready: Ready) -> None:
         self._given = config, ready
         self._running: tuple[BaseProcess, Pipe] | None = None
 
     def prepare(self, body: bytes) -> Prepared:
-        """Blocks. Raises ApiError."""
+        """Return the request and its prompt. Block until then. Raise ApiError."""
         try:
             pipe = self._pipe()
             pipe.send_bytes(body)
@@ -191,10 +193,10 @@ class _Worker:
 
 
 def work(pipe: Pipe, config: Config, ready: Ready) -> None:
-    """The process's life: bodies in, answers out, until the other end of the pipe is closed."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # it ends with whoever started it
+    """Main function of the subprocess: answer each body until the pipe is closed."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent process ends it
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):  # only Linux has it
+    with contextlib.suppress(OSError):  # Linux only
         Path("/proc/self/comm").write_text(NAME)
     os.nice(NICENESS)
     setup(config.recipe.server.log_format)
@@ -206,7 +208,7 @@ def work(pipe: Pipe, config: Config, ready: Ready) -> None:
 
 
 def answered(body: bytes, served: Served) -> bytes:
-    """Return a `PreparedBody` or a `RefusedBody`, in msgpack."""
+    """Return a `PreparedBody` or a `RefusedBody` in msgpack."""
     answer: PreparedBody | RefusedBody
     try:
         request = served.request(body)

@@ -1,8 +1,7 @@
-"""Text to token ids, at a cost that the model's context bounds and not the text's length.
+"""Tokenizer front end whose cost is bounded by the context length, not by the text.
 
-Decision: prompts are encoded as a batch of one, because `encode` holds the interpreter's lock
-(1.8 s for 445,000 tokens on a thread, every stream standing still) and `encode_batch_fast` does
-not.
+Decision: prompts are encoded as a batch of one. `encode` holds the interpreter's lock (1.8 s for
+445,000 tokens on a thread, with all streams stalled), and `encode_batch_fast` does not.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from tokenizers import Tokenizer, decoders
 
 from nanovllm.server.errors import too_long
 
-EXACT_CHARS = 32 * 1024  # up to here a prompt that is too long is told its exact length
-CHARS_PER_TOKEN = 8  # a prompt with more than this is measured before it is encoded
-LAST_WORDS = 16  # of a piece of text, which may be cut otherwise when the text goes on
-KEEP_ALL = {"ByteLevel", "Digits", "Punctuation", "Sequence", "Split"}  # pre-tokenizers
+EXACT_CHARS = 32 * 1024  # a refusal of a longer text states a lower bound instead of its length
+CHARS_PER_TOKEN = 8  # a text with more than this per token of context is measured first
+LAST_WORDS = 16  # of a piece; these may be split differently when the text continues
+KEEP_ALL = {"ByteLevel", "Digits", "Punctuation", "Sequence", "Split"}  # drop no text
 
 
 class Lengths:
-    """Immutable after construction: threads may encode at once."""
+    """Token counts and ids of texts. Immutable after construction, so threads may share it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -31,9 +30,10 @@ class Lengths:
         self._longest = longest_token(tokenizer)
 
     def encode(self, text: str, context: int | None) -> list[int]:
-        """Raises ApiError if there are surely `context` tokens or more, of which None knows no end.
+        """Return the ids of the whole text.
 
-        Otherwise the ids of the whole text, which may be as many all the same.
+        Raise ApiError if the text is certain to have `context` tokens or more. A text that passes
+        may still be too long. A `context` of None is no limit.
         """
         if context is not None and len(text) > EXACT_CHARS:
             num_least = self.at_least(text, context)
@@ -42,7 +42,7 @@ class Lengths:
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def at_least(self, text: str, context: int) -> int:
-        """How many tokens it surely has; as soon as these are `context`, no more is looked at."""
+        """Return a lower bound of the number of tokens. Stop counting once it reaches `context`."""
         if (by_size := self._by_size(text, context)) >= context:
             return by_size
         size = CHARS_PER_TOKEN * context
@@ -53,7 +53,7 @@ class Lengths:
         return 0
 
     def _by_size(self, text: str, context: int) -> int:
-        """No token stands for more bytes than the longest one has."""
+        """Return the bound given by the longest token: no token stands for more bytes."""
         if self._longest is None or 4 * len(text) < self._longest * context:
             return 0
         if self._normalizer is not None:
@@ -61,17 +61,19 @@ class Lengths:
         return -(-len(text.encode()) // self._longest)
 
     def _by_words(self, beginning: str) -> int:
-        """Texts are cut into words from left to right, and tokens never span two words."""
+        """Return the number of complete words. Words are split left to right, and no token spans
+        two.
+        """
         encoding = self._tokenizer.encode_batch([beginning], add_special_tokens=False)[0]
         words = [word for word in encoding.word_ids if word is not None]
         return bisect_left(words, words[-1] - LAST_WORDS) if words else 0
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:
-    """Bytes of normalised text that one token stands for at most; None where nothing is certain.
+    """Return the most bytes of normalised text per token, None if there is no certain bound.
 
-    Nothing is where a pre-tokenizer drops text, an unknown word of any length is one token, or an
-    added token takes the spaces around it.
+    There is none if a pre-tokenizer drops text, if an unknown word is one token, or if an added
+    token includes the spaces around it.
     """
     added = tokenizer.get_added_tokens_decoder().values()
     is_certain = (
@@ -80,14 +82,14 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
         and not any(token.lstrip or token.rstrip for token in added)
         and all(_keeps_all(step) for step in _steps(tokenizer.pre_tokenizer))
     )
-    # The pieces of a byte-level vocabulary have a character for each byte.
+    # Pieces of a byte-level vocabulary have one character for each byte.
     sizes = [len(piece) for piece in tokenizer.get_vocab(with_added_tokens=True)]
     sizes += [len(token.content.encode()) for token in added]
     return max(sizes) if is_certain and sizes else None
 
 
 def _steps(pre_tokenizer: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401
-    """What it consists of, as tokenizer.json says it."""
+    """Yield the parts of a pre-tokenizer as in tokenizer.json."""
     waiting = [] if pre_tokenizer is None else [json.loads(pre_tokenizer.__getstate__())]
     while waiting:
         step = waiting.pop()

@@ -1,6 +1,6 @@
-"""The API process: connect to the engine, serve HTTP, drain on SIGTERM.
+"""API process: connect to the engines, serve HTTP, drain on SIGTERM.
 
-Knows neither who started it nor what the routes are.
+Independent of the parent process and of the routes.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from nanovllm.server.metrics_page import MetricsPage
 from nanovllm.server.served import Served
 
 log = logging.getLogger("server")
-SWITCH_S = 0.001  # how long a thread that renders may keep the event loop waiting
+SWITCH_S = 0.001  # longest time that a rendering thread may block the event loop, in seconds
 NUM_THREADS = 4  # prompts rendered and tokenised at once
 BACKLOG = 2048
-MOST_FILES = 65_536  # open at once, which connections are, if the system allows so many
-KEEP_ALIVE_S = 75  # idle connections; above the minute for which proxies keep theirs
-LAST_WRITES_S = 1  # for what is still in socket buffers at the very end
-SAME_SIGNAL_S = 0.5  # one that goes to a whole group comes again from the supervisor
+MOST_FILES = 65_536  # open files, which include connections; capped by the system's hard limit
+KEEP_ALIVE_S = 75  # seconds for idle connections; more than the minute that is usual for proxies
+LAST_WRITES_S = 1  # seconds to flush socket buffers at the end
+SAME_SIGNAL_S = 0.5  # seconds; the supervisor forwards a signal that the whole group gets, too
 
 
 def run(
@@ -55,12 +55,12 @@ def run(
     hear: Callable[[Callable[[int, float], object]], None] = lambda _: None,
     first_life: bool = True,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `sock`: listens already.
+    """Serve until SIGTERM or SIGINT on the listening socket `sock`.
 
-    `ready` is called once requests are accepted, `hear` with what is to be called, from any
-    thread, with the number of an engine that was lost, and when (monotonic). `first_life`: as of
-    Engines.connect. Raises ConfigError if the model's files are broken, EngineLostError if an
-    engine dies before all are ready.
+    `ready` is called once requests are accepted. `hear` is called with a callback for the number of
+    a lost engine and the monotonic time of the loss; any thread may call it. `first_life` is
+    explained at `Engines.connect`. Raise ConfigError if the model's files are broken, and
+    EngineLostError if an engine exits before all are ready.
     """
 
     async def serve() -> None:
@@ -81,14 +81,14 @@ def run(
             access = Access(settings, bound=sock.getsockname()[0])
             app = App(engines, served, settings, counts, metrics, threads, large, access)
             gc.collect()
-            gc.freeze()  # the vocabulary's objects are never garbage; do not visit them again
+            gc.freeze()  # the vocabulary's objects are never garbage
             server = DrainingServer(app, settings, counts, ready)
             log.info("ready %s", fields(worker=worker, model=served.name))
             await server.serve([sock])
             level = logging.WARNING if server.num_cut else logging.INFO
             log.log(level, "stopped %s", fields(worker=worker, cut=server.num_cut))
 
-    with suppress(ValueError, OSError):  # most shells say 1,024: who comes beyond is hung up on
+    with suppress(ValueError, OSError):  # the usual 1,024 would limit connections
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)), hard))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -96,9 +96,9 @@ def run(
 
 
 class DrainingServer(uvicorn.Server):
-    """A signal ends the intake; the server ends after the last request, or after server.shutdown_s.
+    """Server that stops accepting requests on a signal and exits after the last answer.
 
-    A second signal ends that time. `num_cut` counts the answers that were ended early.
+    It exits at the latest `server.shutdown_s` after the signal, or at a second signal.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class DrainingServer(uvicorn.Server):
         self._ready = ready
         self._signalled = 0.0
         self._deadline: float | None = None
-        self._is_logged = False  # that it drains
-        self.num_cut = 0  # requests whose answers were ended before they were whole
+        self._is_logged = False  # the log line about draining has been written
+        self.num_cut = 0  # requests whose answers were cut off
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -134,7 +134,7 @@ class DrainingServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Those that whoever started us did not make us ignore."""
+        """Handle SIGTERM and SIGINT, except those that the parent process set to be ignored."""
         kinds = (signal.SIGTERM, signal.SIGINT)
         heard = [kind for kind in kinds if signal.getsignal(kind) is not signal.SIG_IGN]
         before = {kind: signal.signal(kind, self.handle_exit) for kind in heard}
@@ -155,7 +155,7 @@ class DrainingServer(uvicorn.Server):
             self.force_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Answers uvicorn, which asks ten times a second whether to stop."""
+        """Return True if the server must stop. uvicorn calls this ten times a second."""
         now = time.monotonic()
         for connection in list(self.server_state.connections):
             cast(Connection, connection).look_after(now)
@@ -165,7 +165,7 @@ class DrainingServer(uvicorn.Server):
                 log.info("draining %s", fields(open=self._app.num_open, limit_s=self._shutdown_s))
             if is_late := now >= self._deadline:
                 self.num_cut += self._app.end_all()
-                await asyncio.sleep(0)  # they answer now
+                await asyncio.sleep(0)  # lets the ended requests write their answers
             if is_late or self._app.is_idle:
                 return True
         return await super().on_tick(counter)

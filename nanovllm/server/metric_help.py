@@ -1,4 +1,4 @@
-"""What each metric counts, for the page's `# HELP` lines. Knows no values."""
+"""Text of each metric's `# HELP` line."""
 
 HELP = {
     "vllm:num_requests_running": "Requests on the device.",

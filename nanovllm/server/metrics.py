@@ -1,8 +1,9 @@
-"""Counters and histograms to Prometheus text. Knows neither who counts nor who asks.
+"""Counters and histograms in Prometheus' text format.
 
-Names are those other engines made common, so that dashboards and gateways work unchanged;
-`nanovllm:` marks what only we have. Engines' numbers are the same from all API processes; what
-these count of their requests is added up. What has no label "engine" is the API processes' alone.
+Names are those that other engines made common, so that dashboards and gateways work unchanged; the
+prefix `nanovllm:` marks our own. An engine's values are the same from all API processes, and the
+counts of its requests are summed over these. Values without the label "engine" belong to the API
+processes.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.
 # fmt: on
 TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 CHOICES = (1, 2, 5, 10, 20)
-OTHER_PATH = "other"  # label of what no route serves, and of what was never understood
-Sample = tuple[str, str, float]  # what follows the metric's name, further labels, value
-Samples = dict[str, dict[str, float]]  # by a metric's name, then by what follows it
+OTHER_PATH = "other"  # label of paths without a route and of malformed requests
+Sample = tuple[str, str, float]  # suffix of the metric's name, further labels, value
+Samples = dict[str, dict[str, float]]  # by the metric's name, then by suffix and labels
 
 
 class Histogram:
-    """A histogram of Prometheus. `counts`: by the first bound that an observation is not above."""
+    """Prometheus histogram. `counts[i]` counts the observations up to `bounds[i]`."""
 
     def __init__(self, name: str, bounds: Sequence[float]) -> None:
         self.name = name
@@ -58,7 +59,7 @@ class Histogram:
 
 
 class Metrics:
-    """What one API process counts of the requests that it sends to one engine."""
+    """Counts of one API process for the requests that it sends to one engine."""
 
     def __init__(self) -> None:
         self.time_to_first_token_s = Histogram("vllm:time_to_first_token_seconds", TTFT_S)
@@ -84,7 +85,7 @@ class Metrics:
 
 
 class HttpCounts:
-    """What one API process counts that no engine has to do with."""
+    """Counts of one API process that belong to no engine."""
 
     def __init__(self) -> None:
         self.rejected: Counter[str] = Counter()  # requests, by error code
@@ -93,10 +94,10 @@ class HttpCounts:
 
 
 class Seen(Struct, kw_only=True):
-    """One engine as an API process sees it."""
+    """State of one engine as seen by an API process."""
 
     ready: Ready
-    stats: Stats | None  # None: it has gone
+    stats: Stats | None  # None: the engine is lost
     metrics: Metrics
     step_age_s: float = 0.0
     num_open: int = 0
@@ -105,7 +106,7 @@ class Seen(Struct, kw_only=True):
 def counted(
     engines: Sequence[Seen], http: HttpCounts, num_tasks: int = 0, worker: str = ""
 ) -> Samples:
-    """What one API process counts. `worker`: the labels of what each tells of itself alone."""
+    """Return the counts of one API process. `worker` labels those that must not be summed."""
     page = _Page()
     model = f"model_name={quoted(engines[0].ready.model)}"
     for index, engine in enumerate(engines):
@@ -126,9 +127,9 @@ def counted(
 
 
 def render(engines: Sequence[Seen], processes: Iterable[Samples]) -> bytes:
-    """Prometheus' text format, version 0.0.4, of what all API processes have counted.
+    """Return the counts of all API processes in Prometheus' text format, version 0.0.4.
 
-    Of an engine that has gone, that is all there is.
+    For a lost engine, these counts are all there is.
     """
     page = _Page()
     for index, engine in enumerate(engines):
@@ -144,7 +145,7 @@ def render(engines: Sequence[Seen], processes: Iterable[Samples]) -> bytes:
 
 
 class _Page:
-    """A metrics page. Samples that are alike are added up. `labels`: what those to come have."""
+    """Samples of a page. Equal series are summed; `labels` apply to the samples added next."""
 
     def __init__(self) -> None:
         self.labels = ""
@@ -163,7 +164,7 @@ class _Page:
         return "".join(f"{line}\n" for name in self.samples for line in self._lines(name))
 
     def _lines(self, name: str) -> Iterator[str]:
-        """All samples of one name stand together."""
+        """Yield the lines of one metric, whose samples must be adjacent."""
         values = self.samples[name]
         kind = "counter" if name.endswith("_total") else "gauge"
         if next(iter(values), "").startswith("_bucket"):
@@ -241,7 +242,7 @@ def _drafts(page: _Page, stats: Stats) -> None:
 
 
 def _by(labels: str, values: Mapping[str, float]) -> Iterator[Sample]:
-    """`values` by those of their labels. Slashes part several of either."""
+    """Yield one sample per value, labelled by its key. Slashes separate several labels."""
     for key, value in values.items():
         named = zip(labels.split("/"), key.split("/"), strict=True)
         yield "", "".join(f",{label}={quoted(text)}" for label, text in named), value

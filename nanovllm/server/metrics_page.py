@@ -1,8 +1,8 @@
-"""GET /metrics: the counts of all API processes of a server, whichever of them answers.
+"""GET /metrics: the counts of all API processes, from any one of them.
 
-Each sends its counts to the others on a Unix socket next to the engines'. Another process may
-answer each scrape: counters of one process alone would seem to fall. For the same reason a process
-that was restarted goes on with the counts of its former life, as the others know them.
+Each process sends its counts to the others over a Unix socket next to those of the engines. Each
+scrape may reach another process, so the counters of a single one would appear to fall. For the same
+reason a restarted process continues from its earlier counts, which the others remember.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from nanovllm.server.engines import Engines
 from nanovllm.server.metrics import HttpCounts, Samples, counted, render
 
 METRICS_TEXT = b"text/plain; version=0.0.4; charset=utf-8"
-ANSWER_S = 1.0  # of another process; after that its former answer has to do
-CHECK_EVERY_S = 1.0  # whether the socket's file is still there: a cleaner of /tmp may remove it
-Known = tuple[Samples, dict[int, Samples]]  # of a process; of the others, as it knows them
+ANSWER_S = 1.0  # seconds for another process to answer; then its previous answer is used
+CHECK_EVERY_S = 1.0  # seconds between checks for the socket's file, which /tmp cleaners may remove
+Known = tuple[Samples, dict[int, Samples]]  # counts of a process, and those it has of the others
 
 
 class MetricsPage:
     def __init__(
         self, engines: Engines, counts: HttpCounts, folder: Path, worker: int, num_workers: int
     ) -> None:
-        """`folder`: where the server's sockets are."""
+        """`folder` contains the server's sockets."""
         self._engines = engines
         self._counts = counts
         self._paths = [folder / f"{at}.api" for at in range(num_workers)]
         self._worker = worker
-        self._server: asyncio.Server | None = None  # of the other processes
+        self._server: asyncio.Server | None = None  # for the other processes
         self._told: dict[int, Samples] = {}  # the latest counts of the other processes, by number
-        self._before: Samples = {}  # counters of this process's former lives
+        self._before: Samples = {}  # counters of earlier lives of this process
         self._watching: asyncio.Task[None] | None = None
 
     async def listen(self) -> None:
-        """Answer the other processes from now on, if there are any."""
+        """Start to answer the other processes, if there are any."""
         if len(self._paths) > 1:
             known = await asyncio.gather(*map(self._ask, self._others()))
             for former in known:
@@ -54,7 +54,7 @@ class MetricsPage:
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
             if not self._paths[self._worker].exists():
-                with suppress(OSError):  # tried again a second later
+                with suppress(OSError):  # retried a second later
                     make_private(str(self._paths[self._worker].parent))
                     await self._bind()
 
@@ -80,7 +80,7 @@ class MetricsPage:
         writer.close()
 
     async def _ask(self, worker: int) -> dict[int, Samples]:
-        """Take the counts of another process, and return what it knows of others."""
+        """Fetch the counts of another process, and return those it has of the others."""
         known: dict[int, Samples] = {}
         with suppress(OSError, TimeoutError, msgspec.DecodeError):
             async with asyncio.timeout(ANSWER_S):
@@ -94,7 +94,7 @@ class MetricsPage:
 
 
 def counters(samples: Samples) -> Samples:
-    """Return the counters and histograms of a process; not what the system counts of it."""
+    """Return counters and histograms, without those that the system keeps for a process."""
     return {
         name: values
         for name, values in samples.items()
@@ -104,7 +104,7 @@ def counters(samples: Samples) -> Samples:
 
 
 def add_most(samples: Samples, more: Samples) -> None:
-    """Take the greater of each value: of what two processes know, that is the newer."""
+    """Take the greater of two values for each series. Counters only rise: it is the later one."""
     for name, values in more.items():
         series = samples.setdefault(name, {})
         series.update({key: max(series.get(key, 0), value) for key, value in values.items()})

@@ -1,7 +1,4 @@
-"""What a chat request orders from the engine: one Generate per choice.
-
-Knows nothing of what becomes of the tokens.
-"""
+"""Engine requests of a chat request: one Generate per choice."""
 
 from __future__ import annotations
 
@@ -21,8 +18,10 @@ MAX_BAD_WORD_TOKENS = 32
 
 
 def with_grammar(request: ChatRequest, prompt: Prompt, served: Served) -> Prompt:
-    """The prompt, and the grammar if there is one. Slow for large schemas: call it on a thread.
-    Raises ApiError."""
+    """Return the prompt with its grammar, if there is one.
+
+    Slow for large schemas, so call it on a thread. Raise ApiError.
+    """
     if request.constrained_by is not None:
         return structs.replace(prompt, grammar=structural_tag(request, served, prompt.turn))
     if request.tools:
@@ -37,7 +36,7 @@ def generates(
     seed: int,
     new_id: Callable[[], int],
 ) -> list[Generate]:
-    """One engine request per choice. Raises ApiError if the prompt does not fit."""
+    """Return one engine request per choice. Raise ApiError if the prompt does not fit."""
     num_prompt, context = len(prompt.ids), served.max_model_tokens
     if num_prompt >= context:
         raise too_long(num_prompt, context)
@@ -71,7 +70,7 @@ def generates(
 
 
 def _bad_words(request: ChatRequest, served: Served) -> list[list[int]]:
-    """The tokens of each word, as they begin a text and as they follow a space."""
+    """Return the tokens of each word, at the beginning of a text and after a space."""
     words = [word.lstrip() for word in request.bad_words or ()]
     spellings = [spelling for word in words for spelling in (word, f" {word}")]
     encode = served.template.tokenizer.encode_batch_fast
@@ -89,7 +88,7 @@ def _bad_words(request: ChatRequest, served: Served) -> list[list[int]]:
 def sampling(
     request: ChatRequest, served: Served, seed: int, bad_words: list[list[int]]
 ) -> Sampling:
-    """What the request says, else what the model's authors say, else plain sampling."""
+    """Return the request's parameters, else the model's defaults, else those of plain sampling."""
 
     def chosen(field: str, otherwise: float) -> float:
         given = (getattr(source, field) for source in (request, served.defaults))
@@ -114,5 +113,5 @@ def sampling(
 
 
 def wrapped(seed: int) -> int:
-    """The seed modulo 2**64, as a signed number."""
+    """Return the seed modulo 2**64 as a signed number."""
     return (seed + 2**63) % 2**64 - 2**63

@@ -1,7 +1,7 @@
-"""Facts about a chat template, found by rendering small conversations with it.
+"""Properties of a chat template, determined by rendering short conversations.
 
 The parser follows from the calls that the template writes into the history, since a model writes
-calls as its template shows them. Names of folders and architectures decide nothing.
+calls as its template shows them. Names of folders and architectures are not used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nanovllm.tokenizer import read_object
 
 MAX_RENDER_S = 5.0
 TOOL, CALLED, TEXT = "probe_tool", "probe_called", "probe_text"
-KEY_OF_PYTHON = "{'probe_key'"  # an object printed as Python prints it is no JSON
+KEY_OF_PYTHON = "{'probe_key'"  # an object in Python's notation, which is not JSON
 TOOLS = [
     {
         "type": "function",
@@ -32,7 +32,7 @@ TOOLS = [
     }
 ]
 CALL, SEPARATOR = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581sep\uff5c>"
-# Per parser, how it begins a call to NAME.
+# Parser -> the beginning of a call to NAME.
 CALLS = {
     "minimax_m2": r'<minimax:tool_call>\s*<invoke name="NAME">',
     "qwen3_coder": r"<tool_call>\s*<function=NAME>",
@@ -41,7 +41,7 @@ CALLS = {
     "deepseek_v3_1": rf"{CALL}NAME{SEPARATOR}",
     "llama3": r'(?:<\|end_header_id\|>|<\|python_tag\|>)\s*\{"name": ?"NAME", ?"parameters":',
 }
-# How instructions in the prompt show calls, if the history shows none.
+# Parser -> calls as shown by instructions in the prompt, if the history shows none.
 SHOWN = {
     "minimax_m2": r"<minimax:tool_call>\s*<invoke name=",
     "qwen3_coder": r"<tool_call>\s*<function=",
@@ -49,7 +49,7 @@ SHOWN = {
     "deepseek_r1": rf"{CALL}\w*{SEPARATOR}\S+\s*```json",
     "deepseek_v3_1": rf"{CALL}\S+{SEPARATOR}",
 }
-# Added tokens that only models of one parser have, if the template shows no calls at all.
+# Added tokens specific to the models of one parser, if the template shows no calls at all.
 TOKENS = {"minimax_m2": "<minimax:tool_call>", "deepseek_r1": CALL, "qwen3": "<tool_call>"}
 END_THINK = "</think>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -59,26 +59,26 @@ class TemplateFacts(Struct, frozen=True):
     parser: str
     arguments_as_text: bool = False  # of past calls; otherwise as objects
     shows_tools: bool = True
-    reads_parts: frozenset[str] = frozenset()  # the roles whose content it reads as a list, too
-    needs_parts: frozenset[str] = frozenset()  # the roles whose content it reads only as a list
+    reads_parts: frozenset[str] = frozenset()  # roles whose content may be a list of parts
+    needs_parts: frozenset[str] = frozenset()  # roles whose content must be a list of parts
 
 
 def prefers_text(source: str) -> bool:
-    """Return whether arguments of past calls should be text to the template, if both will do.
+    """Return True if past arguments should be passed as text to a template that takes both.
 
-    Templates that print arguments as they are need the model's own text back, so that its pages
-    are found again; those that serialise or iterate need the object.
+    Templates that print arguments unchanged need the model's own text, so that its pages are found
+    in the prefix cache. Those that serialise or iterate need the object.
     """
     return "arguments is string" in source or "tojson" not in source
 
 
 def facts_of(files: TemplateFiles, renderer: Renderer) -> TemplateFacts:
-    """Render probes. Raise ConfigError if the template is broken, or takes too much by itself."""
+    """Render probes. Raise ConfigError if the template is broken or too slow by itself."""
     return _Probe(files, renderer).facts()
 
 
 class _TooMuchError(Exception):
-    """A probe went beyond the limits: no other is worth its time."""
+    """A probe exceeded the limits, so further probes are pointless."""
 
 
 class _Probe:
@@ -96,11 +96,11 @@ class _Probe:
             facts = structs.replace(facts, shows_tools=self._shows_tools())
             reads, needs = self._parts()
             return structs.replace(facts, reads_parts=reads, needs_parts=needs)
-        except _TooMuchError:  # requests will be refused, each by itself
+        except _TooMuchError:  # requests will be refused one by one
             return facts
 
     def _check(self, name: str, source: str) -> None:
-        """Render one message without text, which no good template needs long for."""
+        """Render one message without text, which is fast with any valid template."""
         options = self._files.special | {"messages": [_message("user", "")], "tools": None}
         found = self._renderer.render(Task(source, options, MAX_RENDER_S))
         which = "the chat template" if name == "default" else f"the chat template {name!r}"
@@ -119,7 +119,7 @@ class _Probe:
         *,
         as_text: bool | None = None,
     ) -> str | None:
-        """Return None if the template refuses the messages."""
+        """Return the text, None if the template refuses the messages."""
         source = self._files.source(with_tools=tools is not None)
         options: dict[str, Any] = {**self._files.special, "messages": messages, "tools": tools}
         options |= {"documents": None, "add_generation_prompt": False}
@@ -131,7 +131,7 @@ class _Probe:
         return None if found.error else found.text
 
     def _shows_tools(self) -> bool:
-        """Return False if a request's tools would be dropped without a word."""
+        """Return False if the template would silently drop a request's tools."""
         for begin in ([], [_message("system", TEXT)]):
             text = self._rendered([*begin, _message("user", TEXT)], TOOLS)
             if text is None or TOOL in text:
@@ -141,7 +141,7 @@ class _Probe:
     # -- the parser ----------------------------------------------------------------------------
 
     def _calling(self) -> tuple[str, bool]:
-        """Return the parser, and whether the template takes arguments of past calls as text."""
+        """Return the parser, and True if the template takes arguments of past calls as text."""
         first = prefers_text(self._files.source(with_tools=True))
         written: list[bool] = []
         for as_text in (first, not first):
@@ -159,7 +159,7 @@ class _Probe:
         return found or self._without_calls(), first
 
     def _with_call(self, messages: list[dict[str, Any]], *, as_text: bool) -> str:
-        """With tools, or without where the template refuses them."""
+        """Render with tools, or without them if the template refuses them."""
         text = self._rendered(messages, TOOLS, as_text=as_text)
         return text or self._rendered(messages, as_text=as_text) or ""
 
@@ -187,7 +187,7 @@ class _Probe:
 
 
 def _first(forms: dict[str, str], text: str) -> str:
-    """Return the first parser whose form is in the text; "" if none is."""
+    """Return the first parser whose pattern matches the text, "" if none does."""
     found = (
         parser for parser, form in forms.items() if re.search(form.replace("NAME", CALLED), text)
     )
@@ -195,7 +195,7 @@ def _first(forms: dict[str, str], text: str) -> str:
 
 
 def _called() -> Iterator[list[dict[str, Any]]]:
-    """Conversations with a call: templates differ in what stands beside one."""
+    """Yield conversations with a call. Templates differ in the messages that may surround it."""
     arguments = '{"probe_key": "probe_value"}'
     function = {"name": CALLED, "arguments": arguments}
     call = {"id": "probe0001", "type": "function", "function": function}
@@ -208,7 +208,7 @@ def _called() -> Iterator[list[dict[str, Any]]]:
 
 
 def _conversation(role: str, content: Any) -> list[dict[str, Any]]:  # noqa: ANN401
-    """Return one in which a message of the role has the content."""
+    """Return a conversation in which a message of the role has the content."""
     if role == "user":
         return [_message(role, content)]
     if role == "system":

@@ -1,10 +1,10 @@
-"""The body of a request to /v1/chat/completions: which fields it may have, in which ranges.
+"""Body of a request to /v1/chat/completions: fields, types and ranges.
 
-Owns field types, and what fields mean beside each other. Knows neither the engine nor the model,
-except for the counts it is given to check against.
+Also checks combinations of fields. Independent of the engine and the model, except for the limits
+passed in.
 
-Decision: unknown fields are ignored, as clients send many; known ones are strict. A field that
-is null means the same as one that is missing.
+Decision: unknown fields are ignored, since clients send many; defined ones are strict. A field that
+is null counts as missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nanovllm.server.tool_choice import ToolChoice, tool_choice
 from nanovllm.server.unsupported import Unsupported, check_unsupported
 
 MAX_STOPS = 16
-MAX_STOP_CHARS = 1024  # matching costs each token up to this much
+MAX_STOP_CHARS = 1024  # matching costs up to this per token
 MAX_TOOLS = 512
 WIDEST = ranges(1 << 24, raise_priority=False)  # no server has a longer context
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 128, 128
@@ -31,13 +31,13 @@ FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")  # it is echoed in a header
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")  # echoed in a header
 
 
 class Part(Struct, frozen=True):
     type: str
     text: str | None = None
-    refusal: str | None = None  # instead of the text, where the type says so
+    refusal: str | None = None  # replaces the text if the type is "refusal"
 
 
 class CalledFunction(Struct, frozen=True):
@@ -58,13 +58,14 @@ class ChatMessage(Struct, frozen=True):
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning: str | None = None
-    reasoning_content: str | None = None  # the same, as other servers call it
+    reasoning_content: str | None = None  # alias of `reasoning` in other servers
 
     @property
     def text(self) -> str | None:
-        """Parts are joined by newlines, as vLLM does, so that prompts stay comparable.
+        """Text of the message.
 
-        What the model once refused with is what it said.
+        Parts are joined by newlines as in vLLM, so that prompts stay comparable. An earlier refusal
+        by the model counts as its text.
         """
         if isinstance(self.content, list):
             return "\n".join(part.text or part.refusal or "" for part in self.content)
@@ -110,7 +111,7 @@ class ChatRequest(Unsupported, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
-    user: str | None = None  # whose requests stay with one engine, where there are several
+    user: str | None = None  # with several engines, a user's requests go to the same one
     priority: int | None = None
     request_id: str | None = None
     parallel_tool_calls: bool | None = None
@@ -129,21 +130,22 @@ class ChatRequest(Unsupported, frozen=True, kw_only=True):
 
     @property
     def schemas(self) -> dict[str, object] | None:
-        """The schemas of the arguments of each function the model may call; None if it may call
-        none."""
+        """Parameter schemas by name of the functions that may be called; None if calls are
+        forbidden.
+        """
         functions = [tool["function"] for tool in self.tools or ()]
         schemas = {function["name"]: function.get("parameters") for function in functions}
         return None if self.choice_of_tools.mode == "none" else schemas
 
     @property
     def choice_of_tools(self) -> ToolChoice:
-        """Raises ApiError."""
+        """The validated `tool_choice`. Raise ApiError."""
         names = [tool["function"]["name"] for tool in self.tools or ()]
         return tool_choice(self.tool_choice, names)
 
     @property
     def constrained_by(self) -> str | None:
-        """The first field that asks for a form of output which only a grammar can ensure."""
+        """The first field that requires a form of output which only a grammar can ensure."""
         if self.structured_outputs is not None:
             return "structured_outputs"
         if (self.response_format or {}).get("type", "text") != "text":
@@ -160,13 +162,13 @@ class ChatRequest(Unsupported, frozen=True, kw_only=True):
 
     @property
     def spells_markers(self) -> bool:
-        """Whether a structural tag of the client's has the model write markers letter by letter."""
+        """True if a structural tag of the client may make the model spell markers by letters."""
         kind = (self.response_format or {}).get("type")
         return kind == "structural_tag" or "structural_tag" in (self.structured_outputs or {})
 
     @property
     def token_limit(self) -> int | None:
-        """What the client set as most tokens per choice."""
+        """The client's limit of tokens per choice, None if there is none."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -182,10 +184,10 @@ def parse_request(
     other_names: Sequence[str] = (),
     paths: Container[str] = (),
 ) -> ChatRequest:
-    """Return a request whose every field is in range. Raises ApiError.
+    """Return a request with every field in range. Raise ApiError.
 
-    `allowed`: the ranges of this server. `other_names`, `paths`: of `model`; a refusal lists the
-    names alone.
+    `allowed` has the ranges of this server. `other_names` and `paths` are aliases of `model`; a
+    refusal lists only the names.
     """
     try:
         request = _decoder.decode(body)

@@ -1,7 +1,7 @@
-"""The numbers a request may hold: of every field its range, and how one outside is refused.
+"""Ranges of numeric fields, and the refusal of values outside them.
 
-Whole numbers are not bounded by their type: a body may hold any. What passes here fits every
-column, message and tensor that it reaches later.
+The type does not bound whole numbers in a body. A value that passes here fits every column, message
+and tensor that it reaches later.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from nanovllm.server.errors import bad_value
 
 MAX_CHOICES = 16
 MAX_TOP_LOGPROBS = 20
-MAX_TOKEN_IDS = 1024  # in a list: once one is so long, every slot has room for it
+MAX_TOKEN_IDS = 1024  # in one list; a list of this length needs room in every slot
 MAX_BIAS = 100
-MOST_URGENT = -100  # the lowest priority of a server that lets clients raise theirs
+MOST_URGENT = -100  # the lowest priority if clients may raise theirs
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,18})")
 
@@ -25,7 +25,7 @@ WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,18})")
 class Range(Struct, frozen=True):
     low: float
     high: float
-    open: bool = False  # `low` itself is outside
+    open: bool = False  # excludes `low`
     note: str = ""  # follows both ends in a message
 
     def holds(self, value: float) -> bool:
@@ -38,9 +38,10 @@ class Range(Struct, frozen=True):
 
 
 def ranges(context: int, *, raise_priority: bool, max_queue: int = MAX_CHOICES) -> dict[str, Range]:
-    """The range of every field that is one number. `context`: most tokens of prompt and answer.
+    """Return the range of every numeric field.
 
-    `max_queue`: how many may wait, which all choices of a request do for a moment.
+    `context` limits the tokens of prompt and answer. `max_queue` limits waiting engine requests;
+    all choices of a request wait for a moment.
     """
     tokens = Range(1, context, note=", the model's context")
     priorities = Range(0, INT32, note=" (below 0: a server with server.raise_priority)")
@@ -65,7 +66,7 @@ def ranges(context: int, *, raise_priority: bool, max_queue: int = MAX_CHOICES) 
 
 
 def check_token_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
-    """Raises ApiError."""
+    """Raise ApiError if there are too many ids or one is outside the vocabulary."""
     if len(ids) > MAX_TOKEN_IDS:
         raise bad_value(field, f"at most {MAX_TOKEN_IDS} ids", len(ids))
     for token_id in ids:
@@ -74,7 +75,7 @@ def check_token_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
 
 
 def check_biases(given: Mapping[str, object], vocab_size: int) -> None:
-    """Checks logit_bias. Raises ApiError, whose message names the key at fault."""
+    """Check logit_bias. Raise ApiError that names the key at fault."""
     if len(given) > MAX_TOKEN_IDS:
         raise bad_value("logit_bias", f"at most {MAX_TOKEN_IDS} ids", len(given))
     for key, bias in given.items():

@@ -1,7 +1,7 @@
-"""Log lines about refused requests: the client's address, the method, the path and the status.
+"""Log lines of refused requests: the client's address, the method, the path and the status.
 
-Every client that reaches the port can cause them, so they are limited: BURST lines at once, and
-one a second after that. The next line that is written has the number of those left out.
+Every client that reaches the port can cause them, so their rate is limited to BURST lines at once
+and one a second after that. The next line has the number of those left out.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class RefusalLog:
         self._left_out = 0
 
     def request(self, scope: Scope, error: ApiError, request_id: str) -> None:
-        """Log one request that was understood and refused.
+        """Log a request that was parsed and refused.
 
-        The path is logged as it was sent, with its escapes (`%0A`); the query is not, as it may
+        The path is logged as sent, with its escapes (`%0A`). The query is not logged, since it may
         hold secrets.
         """
         path = scope["raw_path"].decode("latin-1")[:PATH_CHARS]
@@ -39,7 +39,7 @@ class RefusalLog:
         self._line("refused", scope["client"], error, where, why)
 
     def connection(self, client: tuple[str, int] | None, error: ApiError) -> None:
-        """Log one connection on which no complete request came."""
+        """Log a connection that sent no complete request."""
         self._line("connection", client, error, {}, "")
 
     def _line(
@@ -76,5 +76,5 @@ def address(client: tuple[str, int] | None) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return text with spaces, control characters and all that is not ASCII as escapes."""
+    """Return the text with escapes for spaces, control characters and non-ASCII characters."""
     return "".join(c if "!" <= c <= "~" else ascii(c)[1:-1].replace(" ", r"\x20") for c in text)

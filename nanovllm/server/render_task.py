@@ -1,4 +1,4 @@
-"""What passes between an API process and the process that renders its prompts."""
+"""Messages between an API process and the subprocess that renders its prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from msgspec import Struct
 
 
 class Task(Struct, frozen=True):
-    """A template, and the variables it is rendered with."""
+    """A template and its variables."""
 
     source: str
     options: dict[str, Any]
@@ -18,16 +18,16 @@ class Task(Struct, frozen=True):
 
 
 class Rendered(Struct, frozen=True):
-    """A prompt, or why there is none."""
+    """A prompt, or an error."""
 
     text: str
     error: str = ""  # one of ERRORS
 
 
 ERRORS = (
-    "broken",  # the template's syntax
+    "broken",  # a syntax error in the template
     "refused",  # the template raised an error
     "changed",  # the message to be continued is not in the prompt
     "long",  # the prompt has too many characters
-    "limit",  # the template took too much time or memory; the process ends
+    "limit",  # the template exceeded time or memory; the process ends
 )

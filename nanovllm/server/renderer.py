@@ -1,4 +1,4 @@
-"""The process of `rendering.py`, as the threads that need prompts see it."""
+"""Client of the subprocess in `rendering.py`, for the threads that render prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 
 from nanovllm.server.render_task import Rendered, Task
 
-MAX_WALL_S = 60.0  # for one prompt, on a machine that does other work
+MAX_WALL_S = 60.0  # seconds for one prompt on a busy machine
 COMMAND = (
     "import sys; sys.path[:] = {path!r}; "
     "from nanovllm.server.rendering import work; work({descriptor})"
@@ -22,9 +22,9 @@ COMMAND = (
 
 
 class Renderer:
-    """Renders one template at a time. Its process starts with the first, and again when it ended.
+    """Renderer of one template at a time. The subprocess starts on demand, again after it exited.
 
-    Threads may call it at once.
+    Safe for concurrent use by threads.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Renderer:
         self._child: _Child | None = None
 
     def render(self, task: Task) -> Rendered:
-        """Block until the prompt is there, or an error."""
+        """Return the prompt or an error. Block until then."""
         body = msgspec.json.encode(task)
         with self._lock:
             for is_last in (False, True):
@@ -49,7 +49,7 @@ class Renderer:
         return Rendered("the process that renders it ended", "limit")
 
     def close(self) -> None:
-        """End the process. The next prompt starts it again."""
+        """End the subprocess. The next prompt starts a new one."""
         with self._lock:
             child, self._child = self._child, None
         if child is not None:
@@ -57,7 +57,7 @@ class Renderer:
 
 
 class _Child:
-    """One process. It ends when its pipe is closed, and so with this process."""
+    """A subprocess. It ends when its pipe is closed, and so with this process."""
 
     def __init__(self) -> None:
         self._pipe, theirs = Pipe()
@@ -71,7 +71,7 @@ class _Child:
         self.close = weakref.finalize(self, _end, self._process, self._pipe)
 
     def answer(self, body: bytes, max_s: float) -> Rendered | None:
-        """Return None if the process ended for a reason that need not come again."""
+        """Return the answer, None if the subprocess ended for a reason that may not recur."""
         try:
             self._pipe.send_bytes(body)
             if not self._pipe.poll(MAX_WALL_S):

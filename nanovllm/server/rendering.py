@@ -1,11 +1,11 @@
-"""The process that renders chat templates.
+"""Subprocess that renders chat templates.
 
-A template comes with a checkpoint and is a program. Here it runs with limits that the operating
-system enforces, whatever it computes: 5 s of CPU time, and memory in proportion to the messages.
+A template is a program that comes with a checkpoint. The operating system limits it here: to 5 s of
+CPU time, and to memory in proportion to the messages.
 
 Decision: a process, not checks in the sandbox. Multiplication, widths, joins and powers could be
-checked one by one; comparing nested lists or a filter in C could not be, and a thread cannot be
-stopped. It costs 0.1 s at start, 25 MB, and some 0.1 ms for each prompt.
+checked one by one. Comparing nested lists or a filter written in C could not be, and a thread
+cannot be stopped. The process costs 0.1 s at start, 25 MB, and some 0.1 ms for each prompt.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from nanovllm.server.render_task import Rendered, Task
 from nanovllm.server.sandbox import environment
 
 NAME = "nanovllm-render"
-SPARE_BYTES = 96 << 20  # that a template may take, and for each byte of the messages:
+SPARE_BYTES = 96 << 20  # memory for a template, plus for each byte of the messages:
 BYTES_PER_BYTE = 32
-SPARE_CHARS = 4 << 20  # of a prompt, and for each byte of the messages BYTES_PER_BYTE
+SPARE_CHARS = 4 << 20  # characters of a prompt, plus BYTES_PER_BYTE for each byte of the messages
 MAX_PROMPT_CHARS = 1 << 26
 CLOSERS = {"{": "}", "[": "]"}
-MAX_DEPTH = 100  # of JSON that is closed
-MAX_ENDS = 20  # at which that is tried
-SPARE_S = 1  # of CPU time, until the process is ended because it does not end the template
-END = "\udfff"  # of the message that is continued: half a surrogate pair, as no client can send
+MAX_DEPTH = 100  # of JSON that is completed
+MAX_ENDS = 20  # places at which completion is tried
+SPARE_S = 1  # seconds of CPU time before the process is killed if the exception did not stop it
+END = "\udfff"  # marks the end of a continued message; a lone surrogate, which clients cannot send
 
 
 class TooSlowError(BaseException):
-    """Nothing within a template catches it."""
+    """Raised by the timer. A BaseException, so that a template cannot catch it."""
 
 
 class _LongError(Exception): ...
 
 
 def work(descriptor: int) -> None:
-    """The process's life: tasks in, prompts out, until the other end is closed."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the process ends with its parent
+    """Main function of the subprocess: render each task until the pipe is closed."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent closes the pipe
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, _too_slow)
-    with contextlib.suppress(OSError):  # only Linux has it
+    with contextlib.suppress(OSError):  # Linux only
         Path("/proc/self/comm").write_text(NAME)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     decode, encode = msgspec.json.Decoder(Task).decode, msgspec.msgpack.encode
@@ -69,7 +69,7 @@ def work(descriptor: int) -> None:
 
 
 def answered(body: bytes, decode: Callable[[bytes], Task]) -> Rendered:
-    """Return the prompt, or the error, within the task's limits."""
+    """Return the prompt or an error, within the task's limits."""
     max_s = 0.0
     try:
         task = decode(body)
@@ -108,7 +108,7 @@ def rendered(task: Task, max_chars: int) -> Rendered:
         raise
     except _LongError as error:
         return Rendered(str(error), "long")
-    except Exception as error:  # whatever a template does with the client's values
+    except Exception as error:  # a template may raise anything for a client's values
         text = str(error) or type(error).__name__
         return Rendered(_clean(text.replace(END, "") if task.is_continued else text), "refused")
     if task.is_continued:
@@ -136,7 +136,7 @@ def _within(pieces: Iterable[str], max_chars: int) -> str:
 
 
 def _mark_end(message: dict[str, Any]) -> str:
-    """Append END to the message's text, and return the text as it was."""
+    """Append END to the message's text, and return the original text."""
     content = message["content"]
     if isinstance(content, str):
         message["content"] = content + END
@@ -147,9 +147,9 @@ def _mark_end(message: dict[str, Any]) -> str:
 
 
 def _shape_arguments(function: dict[str, Any], *, as_text: bool) -> None:
-    """Make the arguments of a past call text, or an object as far as they are JSON.
+    """Convert the arguments of a past call to text, or to an object if they are JSON.
 
-    A client sends a call back that was cut: templates that iterate get what can be read of it.
+    A client may send a truncated call back. Templates that iterate then get its readable part.
     """
     given = function["arguments"]
     if as_text and not isinstance(given, str):
@@ -163,7 +163,7 @@ def _shape_arguments(function: dict[str, Any], *, as_text: bool) -> None:
 
 
 def closable(text: str) -> Iterator[str]:
-    """Yield the text, and ways to close it as JSON if it breaks off, the longest first."""
+    """Yield the text and, if it is truncated, completions of it as JSON, the longest first."""
     yield text
     closers, is_string, is_escaped = "", False, False
     ends: deque[tuple[int, str]] = deque(maxlen=MAX_ENDS)
@@ -191,7 +191,7 @@ def closable(text: str) -> Iterator[str]:
 
 
 def _clean(text: str) -> str:
-    """Half pairs, which arguments may hold, are no text."""
+    """Return the text with lone surrogates replaced. Arguments may contain them."""
     return text.encode(errors="replace").decode()
 
 
@@ -200,7 +200,7 @@ def _too_slow(*_: object) -> None:
 
 
 def _memory() -> int:
-    """Return the bytes of address space in use; 0 where the system does not say."""
+    """Return the bytes of address space in use, 0 if the system does not report them."""
     with contextlib.suppress(OSError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         return pages * resource.getpagesize()
@@ -208,7 +208,7 @@ def _memory() -> int:
 
 
 def _limit(kind: int, value: int) -> None:
-    """Set a soft limit, as far as the hard one allows."""
+    """Set a soft limit, at most the hard one."""
     _, hard = resource.getrlimit(kind)
     if hard != resource.RLIM_INFINITY:
         value = hard if value == resource.RLIM_INFINITY else min(value, hard)

@@ -1,7 +1,7 @@
-"""One chat request on its connection: when to write what, and when to give up.
+"""Reply to one chat request: when to write, and when to give up.
 
-Headers wait for the first event, so that what the engine refuses is a real HTTP status. Knows
-neither tokens nor chunks: the session has them.
+Headers wait for the first event, so that a refusal by the engine gets its own HTTP status. The
+session handles tokens and chunks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nanovllm.server.served import Served
 from nanovllm.server.template import Prompt
 
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
-CLIENT_LEFT = 499  # the status in the log; nobody is there to be told
+CLIENT_LEFT = 499  # status for the log; the connection is gone
 
 
 class Reply:
@@ -36,13 +36,13 @@ class Reply:
         quiet_s: float,
         begun: float | None = None,
     ) -> None:
-        """`quiet_s`: after so long without an event a stream gets a comment.
+        """`quiet_s` is the time without events after which a stream gets a comment.
 
-        `begun`: when the request came (monotonic); None means now.
+        `begun` is the monotonic time at which the request came; None means now.
         """
         self.session: ChatSession
         self.is_over = False
-        self.summary = ""  # for the log, once it is over
+        self.summary = ""  # log fields, set at the end
         self._client = client
         self._metrics = metrics
         self._request_id = request_id
@@ -57,7 +57,7 @@ class Reply:
         self._started = self._first = self._last = self.begun
 
     def open(self, request: ChatRequest, prompt: Prompt, served: Served, seed: int) -> None:
-        """Submit to the engine. Raises ApiError if the request cannot be served."""
+        """Submit to the engine. Raise ApiError if the request cannot be served."""
         self.session = ChatSession(
             request,
             prompt,
@@ -73,7 +73,7 @@ class Reply:
             for choice in self.session.choices:
                 self._client.submit(choice.message, choice)
         except Exception as problem:
-            self.session.abort_all()  # the choices before
+            self.session.abort_all()  # those submitted before
             if isinstance(problem, EngineLostError):
                 raise ApiError(503, "the engine is gone", code="engine_failed") from None
             raise
@@ -84,7 +84,7 @@ class Reply:
             self._tick()
 
     async def run(self, receive: Receive) -> None:
-        """Wait until the response is complete or the client has left: `receive` says both alike."""
+        """Wait for the end of the response or a disconnect; `receive` reports both the same way."""
         while (await receive())["type"] != "http.disconnect":
             pass
         if not self.is_over:
@@ -92,7 +92,7 @@ class Reply:
             self._over(CLIENT_LEFT)
 
     def update(self) -> None:
-        """A step has changed the session. Runs once per stream and step."""
+        """Write the changes of a step. Runs once per stream and step."""
         session = self.session
         if self.is_over:
             return
@@ -110,7 +110,7 @@ class Reply:
             self._answer(200, session.body())
 
     def fail(self, failure: ApiError) -> None:
-        """Tell the client once, in the form that is still possible, and end."""
+        """End with an error: as an event if headers were sent, otherwise as an HTTP response."""
         if self.is_over:
             return
         self.session.abort_all()
@@ -125,7 +125,7 @@ class Reply:
     def _measure(self) -> None:
         now, metrics = self._client.step_time, self._metrics
         if self._num_seen:
-            # Tokens of one step share the time since the step before. Choices run side by side.
+            # Tokens of a step share the time since the step before; choices run in parallel.
             num_new = self.session.num_tokens - self._num_seen
             each = max(1.0, num_new / len(self.session.choices))
             metrics.inter_token_s.observe((now - self._last) / each, num_new)
@@ -155,7 +155,7 @@ class Reply:
         self._writer.respond(status, JSON, body, [self._id_header, *more])
 
     def _tick(self) -> None:
-        """Writes a comment to a stream that has been quiet since the last tick, and comes again."""
+        """Write a comment if nothing was sent since the last tick, and schedule the next one."""
         if self._is_quiet:
             self._write(KEEP_ALIVE)
         self._is_quiet = True

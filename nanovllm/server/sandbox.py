@@ -1,6 +1,6 @@
-"""Jinja as transformers sets it up, which is what chat templates are written for.
+"""Jinja environment as transformers sets it up, for which chat templates are written.
 
-Runs in the process of `rendering.py`, which limits its time and memory.
+Runs in the subprocess of `rendering.py`, which limits its time and memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jinja2.utils import Namespace
 
 
 class Generation(Extension):
-    """The tag `generation`, which marks text for training: its body is rendered as it is."""
+    """The tag `generation`, which marks text for training. Its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
@@ -31,7 +31,7 @@ class Generation(Extension):
 
 
 class PublicNamespace(Namespace):
-    """`namespace`, without names that begin with an underscore, as transformers has it."""
+    """`namespace` without names that begin with an underscore, as in transformers."""
 
     def __init__(*args: object, **kwargs: object) -> None:  # `namespace(self=...)` is allowed
         given: Any = args
@@ -46,7 +46,7 @@ class PublicNamespace(Namespace):
 
 
 class Dicts:
-    """`dict`, without the rest of the class."""
+    """`dict` as a function, with `fromkeys` but no other attribute of the class."""
 
     def __call__(self, *args: object, **kwargs: object) -> dict[Any, Any]:
         given: Any = args

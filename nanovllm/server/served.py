@@ -1,4 +1,4 @@
-"""What this server serves: the model's name and limits, its tokenizer, template and defaults.
+"""Served model: names and limits, tokenizer, chat template and sampling defaults.
 
 Read once at start from the model's files and the engine's `Ready`; immutable afterwards.
 """
@@ -30,7 +30,7 @@ T = TypeVar("T", bound=Struct)
 
 
 class GenerationConfig(Struct, frozen=True):
-    """The parts of generation_config.json that stand in for what a request leaves out."""
+    """Fields of generation_config.json that are the defaults of requests."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -41,10 +41,10 @@ class GenerationConfig(Struct, frozen=True):
 
 class Served:
     def __init__(self, config: Config, ready: Ready) -> None:
-        """Slow, once: reads the tokenizer. Raises ConfigError."""
+        """Read the tokenizer, which is slow. Raise ConfigError."""
         self.name = ready.model
-        self.names = list(dict.fromkeys([*config.model_names, self.name]))  # the hub id first
-        self.paths = config.model_paths  # names as well, and not published
+        self.names = list(dict.fromkeys([*config.model_names, self.name]))  # the Hub id first
+        self.paths = config.model_paths  # accepted as names, but not listed
         self.created = int(time.time())
         self.max_model_tokens = ready.max_model_tokens
         self.vocab_size = ready.vocab_size
@@ -60,7 +60,7 @@ class Served:
             Path(config.tokenizer_dir), self.family.last_turn, self.family.tool_template
         )
         self.vocabulary = Vocabulary(self.template.tokenizer, self.family.markers)
-        # Tokens of the tokenizer that the model has no embedding of: id -> text.
+        # Tokens of the tokenizer for which the model has no embedding: id -> text.
         tokens = self.template.tokenizer.get_vocab(with_added_tokens=True)
         beyond = sorted((i, text) for text, i in tokens.items() if i >= self.vocab_size)
         self.beyond = dict(beyond)
@@ -77,12 +77,12 @@ class Served:
     def parser(
         self, turn: str, schemas: Schemas | None, *, is_spelled: bool, mends: bool = False
     ) -> OutputParser:
-        """A parser of this model's family; the arguments are those of `OutputParser`."""
+        """Return a parser for this model's family. The arguments are those of `OutputParser`."""
         marks = self.vocabulary.marks
         return OutputParser(self.family, marks, turn, schemas, is_spelled=is_spelled, mends=mends)
 
     def check_tokens(self, field: str, ids: Sequence[int]) -> None:
-        """Raise ApiError if a text has a token that is beyond the model's vocabulary."""
+        """Raise ApiError if the text has a token that is not in the model's vocabulary."""
         if not self.beyond or max(ids, default=0) < self.vocab_size:
             return
         token_id = next(token_id for token_id in ids if token_id >= self.vocab_size)
@@ -93,7 +93,7 @@ class Served:
         raise ApiError(400, text, param=field, code="invalid_value")
 
     def warnings(self) -> list[str]:
-        """Return what is odd about the model's files, though it can be served: for the log."""
+        """Return warnings about the model's files, for the log."""
         if not self.beyond:
             return []
         first, text = next(iter(self.beyond.items()))
@@ -104,7 +104,7 @@ class Served:
         ]
 
     def request(self, body: bytes) -> ChatRequest:
-        """A body's request, every field of it in this model's range. Raises ApiError."""
+        """Parse a body and check that each field is in this model's range. Raise ApiError."""
         return parse_request(
             body,
             model=self.names[0],

@@ -1,4 +1,4 @@
-"""The shapes of answers, as they are encoded. Knows nothing of how they come about."""
+"""Response bodies as they are encoded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Call(Struct, frozen=True, omit_defaults=True):
 class TopLogprob(Struct, frozen=True):
     token: str
     logprob: float
-    bytes: list[int]  # true UTF-8, also of a part of a character
+    bytes: list[int]  # UTF-8, even of part of a character
 
 
 class TokenLogprob(TopLogprob, frozen=True):
@@ -36,7 +36,7 @@ class Answer(Struct, frozen=True):
     role: str
     content: str | None
     reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET  # the same
+    reasoning_content: str | UnsetType = UNSET  # alias of `reasoning`
     tool_calls: list[Call] | UnsetType = UNSET
 
 

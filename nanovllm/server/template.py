@@ -1,8 +1,8 @@
-"""The model's chat template and tokenizer: messages in, prompt ids out.
+"""Chat template and tokenizer of the model: messages to prompt ids.
 
-Knows nothing about requests in flight, and nothing of how ids become text again.
+Independent of requests in flight and of detokenisation.
 
-Decision: `tokenizers` and jinja2 alone; transformers would add seconds to every start.
+Decision: only `tokenizers` and jinja2; transformers would add seconds to every start.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from nanovllm.server.renderer import Renderer
 from nanovllm.server.template_files import template_files
 from nanovllm.tokenizer import read_tokenizer
 
-NEWER_ROLES = {"developer": "system", "function": "tool"}  # which templates do not know
+NEWER_ROLES = {"developer": "system", "function": "tool"}  # roles that templates do not handle
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_RENDER_S = 5.0  # of CPU time
 NO_TOOLS = (
     "tools: the model's chat template has no place for them, so the model would not see them; "
     "leave them out, or serve the model with a template that shows tools"
 )
-# The names by which templates read a message's reasoning, besides `reasoning_content`.
+# Names, besides `reasoning_content`, under which templates read a message's reasoning.
 REASONING_NAMES = ("reasoning", "thinking")
 
 
 class Prompt(Struct, frozen=True):
     ids: list[int]
-    turn: str = ""  # what it has already written of the model's turn
-    grammar: str = ""  # that the output follows
+    turn: str = ""  # beginning of the model's turn in the prompt
+    grammar: str = ""  # for the output
 
 
 class Template:
-    """Immutable after construction: threads may render at once."""
+    """Chat template with its tokenizer. Immutable after construction, so threads may share it."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class Template:
         tool_template: str = "",
         renderer: Renderer | None = None,
     ) -> None:
-        """`last_turn` finds the model's turn at a prompt's end.
+        """Read the folder. Raise ConfigError if its files are missing or broken.
 
-        `tool_template` (a file in templates/) serves requests with tools if the model's own
-        template ignores them. Raises ConfigError when the folder's files are missing or broken.
+        `last_turn` finds the model's turn at the end of a prompt. `tool_template` (a file in
+        templates/) serves requests with tools if the model's own template ignores them.
         """
         self._last_turn = last_turn
         self._renderer = renderer or Renderer()
@@ -74,10 +74,10 @@ class Template:
         return self.tokenizer.token_to_id(self._files.special.get("eos_token", ""))
 
     def prompt(self, request: ChatRequest, context: int | None = None) -> Prompt:
-        """Slow for long prompts: call it on a thread. Raises ApiError.
+        """Return the prompt. Slow if it is long, so call it on a thread.
 
-        A prompt that surely has as many tokens as `context`, or more, is refused without being
-        tokenised to its end.
+        Raise ApiError. A prompt that is certain to have at least `context` tokens is refused
+        without being tokenised to its end.
         """
         text = self.render(request)
         ids = self._lengths.encode(text, context)
@@ -108,13 +108,13 @@ class Template:
             text = "the chat template changes the last message, so that it cannot be continued"
             raise ApiError(400, text, param="continue_final_message", code="template_error")
         field = "chat_template_kwargs" if request.chat_template_kwargs else "messages"
-        if request.chat_template_kwargs:  # refused without them, too? Then it is the messages
+        if request.chat_template_kwargs:  # if it succeeds without them, they are at fault
             self.render(structs.replace(request, chat_template_kwargs=None))
         text = f"{field}: the chat template refused them: {found.text}"
         raise ApiError(400, text, param=field, code="template_error")
 
     def _options(self, request: ChatRequest) -> dict[str, Any]:
-        """The variables of the template, in the order in which later ones come first."""
+        """Return the template's variables; later assignments override earlier ones."""
         options: dict[str, Any] = {"documents": None}
         options |= request.chat_template_kwargs or {}
         if request.reasoning_effort is not None:
@@ -126,7 +126,9 @@ class Template:
         return options
 
     def _begun(self, request: ChatRequest) -> str:
-        """How the model's own template begins its turn, which ours for tools does as well."""
+        """Return the beginning of the model's turn in its own template, for use in the tool
+        template.
+        """
         plain = [ChatMessage("user", "Hello")]
         if request.add_generation_prompt is False or request.continue_final_message:
             return ""
@@ -148,8 +150,10 @@ class Template:
         return {key: value for key, value in shown.items() if value is not None}
 
     def _content(self, message: ChatMessage, role: str) -> str | list[dict[str, str]]:
-        """Text, unless the template reads parts. Calls without any have an empty one, since
-        templates would print None."""
+        """Return text, or a list of parts if the template reads these.
+
+        The content of calls without text is empty, since templates would print None.
+        """
         parts = message.content
         if isinstance(parts, list) and parts and role in self._facts.reads_parts:
             return [{"type": "text", "text": part.text or part.refusal or ""} for part in parts]
@@ -160,12 +164,12 @@ class Template:
 
 
 def _call(call: PastCall) -> dict[str, Any]:
-    """Return a past call. The process that renders it parses its arguments."""
+    """Return a past call. The subprocess that renders it parses its arguments."""
     arguments = call.function.arguments or {}
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
 def _reads(source: str, name: str) -> bool:
-    """Return whether the template reads an attribute or a key of this name."""
+    """Return True if the template reads an attribute or a key of this name."""
     return bool(re.search(rf"""\.{name}\b|\[['"]{name}['"]\]|['"]{name}['"] in\b""", source))

@@ -1,4 +1,4 @@
-"""A checkpoint's chat templates and special tokens, as its folder has them."""
+"""Chat templates and special tokens in a checkpoint's folder."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 
 class TemplateFiles(Struct, frozen=True):
     folder: Path
-    sources: dict[str, str]  # per name of a template; most folders have "default" alone
-    special: dict[str, str]  # the special tokens that templates may print
+    sources: dict[str, str]  # by name; most folders have "default" only
+    special: dict[str, str]  # special tokens by name, for use in templates
 
     def source(self, *, with_tools: bool) -> str:
         if with_tools and TOOL_USE in self.sources:
@@ -47,7 +47,7 @@ def template_files(folder: Path) -> TemplateFiles:
 
 
 def _sources(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Files of their own come before what tokenizer_config.json holds, as in transformers."""
+    """Return templates by name. Files (.jinja) take precedence, as they do in transformers."""
     found = {
         path.stem: path.read_text(encoding="utf-8")
         for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
@@ -69,7 +69,7 @@ def _sources(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _named(given: object) -> dict[str, str]:
-    """One template, or several with their names."""
+    """Return templates by name, from a single one or from several with names."""
     if isinstance(given, str):
         return {DEFAULT: given}
     if isinstance(given, Sequence):
@@ -80,7 +80,7 @@ def _named(given: object) -> dict[str, str]:
 
 
 def _token_text(value: object) -> str | None:
-    """A special token is written as its text, or as an object that holds it."""
+    """Return the text of a special token, which is stored as a string or an object."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None

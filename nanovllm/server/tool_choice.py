@@ -1,4 +1,4 @@
-"""tool_choice in its four forms: which functions may be called, and whether one must be."""
+"""tool_choice in its four forms: the functions that may be called, and if one must be."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FORMS = "'none', 'auto', 'required', a function or allowed_tools"
 class ToolChoice(Struct, frozen=True):
     mode: str  # none, auto, required
     names: tuple[str, ...] = ()  # of the functions that may be called
-    is_named: bool = False  # exactly one call, of the only one of the names
+    is_named: bool = False  # exactly one call, of the single name
 
 
 def tool_choice(given: str | dict[str, Any] | None, names: Sequence[str]) -> ToolChoice:
-    """`names`: of the request's tools. Raises ApiError."""
+    """Return the choice among `names`, those of the request's tools. Raise ApiError."""
     names = tuple(names)
     if given == "none" or (given is None and not names):
         return ToolChoice("none")

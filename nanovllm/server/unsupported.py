@@ -1,7 +1,7 @@
-"""What other servers offer and this one does not. Where it would change an answer it is refused.
+"""Fields of other servers that are refused, since ignoring them would change the answer.
 
-Unknown fields are ignored, as clients send many that only say more about a request (store,
-metadata, ...). One that asks for other tokens, or for something else in the answer, must not be.
+Other unknown fields are ignored. Clients send many that only describe a request (store, metadata,
+...). A field that would change the tokens or the content must not be ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ INSTEAD = {
 
 
 class Unsupported(Struct, frozen=True, kw_only=True):
-    """Null, false, what is empty and the default of a field change nothing, and are accepted."""
+    """Fields that are refused. Null, false, empty values and a field's default are accepted."""
 
     add_special_tokens: Any = False
     audio: Any = None
@@ -75,7 +75,7 @@ DEFAULTS = structs.asdict(Unsupported())
 
 
 def check_unsupported(request: Unsupported) -> None:
-    """Raises ApiError."""
+    """Raise ApiError if an unsupported field has an effective value."""
     for field, default in DEFAULTS.items():
         value = getattr(request, field)
         if value is not None and value is not False and value not in (default, [], {}, ""):

@@ -1,4 +1,4 @@
-"""One parser per model family: raw text in, what the client should see out."""
+"""Output parsers by model family: raw text to the events that a client sees."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARSERS = {  # recipe name -> "module:attribute", imported on first use
 
 
 def parser_of(config: Config) -> str:
-    """Return the recipe's, or for "auto" what the chat template implies. Raise ConfigError."""
+    """Return the recipe's parser, or for "auto" the one of the chat template. Raise ConfigError."""
     name = config.recipe.server.parser
     if name == "auto":
         renderer = Renderer()

@@ -1,7 +1,7 @@
-"""What parsers return and what they promise, and text read by generators as it arrives.
+"""Contract of the output parsers, and a text source that generators read as it arrives.
 
-A parser is fed text as it arrives and returns events. However the text is cut into pieces, the
-events add up to the same: a parser that peeks at piece boundaries is wrong.
+A parser is fed text as it arrives and returns events. However the text is split into pieces, the
+joined events are the same. A parser that depends on the boundaries of pieces is wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from msgspec import Struct
 T = TypeVar("T")
 THINK, END_THINK = "<think>", "</think>"
 SPACE = re.compile(r"[ \t\r\n]*")  # JSON's
-# No mark may be part of a name: see Vocabulary.marks.
+# A name must not contain a mark; see `Vocabulary.marks`.
 FUNCTION_NAME = re.compile(r'[^\s<>"\ud800-\udfff]{1,256}')
 KEY_NAME = re.compile(r'[^\r\n<>"\ud800-\udfff]{1,256}')
 
@@ -34,26 +34,29 @@ class CallStart(Struct, frozen=True):
 
 
 class CallPart(Struct, frozen=True):
-    """A part of the arguments of the call started last. All parts together are one JSON object
-    if the call is whole. Arguments that were cut or broken stay as the model wrote them."""
+    """Part of the arguments of the call started last.
+
+    All parts of a complete call form one JSON object. Truncated or malformed arguments stay as the
+    model wrote them.
+    """
 
     text: str
 
 
 class CallEnd(Struct, frozen=True):
-    """The call started last is whole. Only readers emit it; clients see no such event."""
+    """End of the call started last. Only readers emit it; clients get no such event."""
 
 
 Event = Text | Reasoning | CallStart | CallPart
 Emit = Callable[[CallStart | CallPart | CallEnd], None]
 Schemas = Mapping[str, object]  # function name -> JSON Schema of its arguments
-Marks = Mapping[str, str]  # a marker -> how it reads in the text that is fed
+Marks = Mapping[str, str]  # marker -> its form in the text that is fed
 Reader = Generator[None, None, T]  # yields when it needs more text
 Read: TypeAlias = "Callable[[Source, Emit, Marks, Schemas], Reader[None]]"
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
-    """The same with as few events as possible."""
+    """Return the events with adjacent ones of a kind merged."""
     out: list[Event] = []
     for kind, run in itertools.groupby(events, type):
         if kind is CallStart:
@@ -64,36 +67,39 @@ def joined(events: Iterable[Event]) -> list[Event]:
 
 
 class Syntax(Struct, frozen=True):
-    """What a call looks like, to the byte. NAME is a function's or a parameter's, QUOTED the same
-    as JSON."""
+    """Exact form of a call. NAME stands for the name of a function or parameter, QUOTED for the
+    same as a JSON string.
+    """
 
     call: tuple[str, str]  # before and after the arguments
     block: tuple[str, str] = ("", "")  # before the first call and after the last
     between: str = "\n"
     is_single: bool = False  # a turn has at most one call
     style: str = "json"  # of the arguments
-    parameter: tuple[str, str] = ("", "")  # before and after one in XML
+    parameter: tuple[str, str] = ("", "")  # before and after a parameter in XML
 
 
 class Mends(Struct, frozen=True):
-    """What a family's models leave out of calls at times, where no grammar makes them write it."""
+    """Readers for calls with missing parts, which a family's models write if no grammar prevents
+    it.
+    """
 
-    begin: str  # of a call that nothing opened
-    read_bare: Read  # such a call, from `begin` on
-    read_calls: Read  # instead of the family's
+    begin: str  # of a call without an opener
+    read_bare: Read  # reads such a call, starting with `begin`
+    read_calls: Read  # replaces the family's `read_calls`
 
 
 class Family(Struct, frozen=True):
-    """How the models of one family write. Without `read_calls` they call nothing."""
+    """Output format of a model family. Without `read_calls` its models make no calls."""
 
     thinks: bool = True
-    turns: tuple[str, ...] = ()  # after the last of these in a prompt, the model's own turn begins
-    tool_template: str = ""  # ours, for chat templates that ignore tools
+    turns: tuple[str, ...] = ()  # the model's turn begins after the last of these in a prompt
+    tool_template: str = ""  # one of ours, for chat templates that ignore tools
     opener: str = ""  # begins calls
-    call_markers: tuple[str, ...] = ()  # the others that may be single tokens
-    bare: tuple[str, ...] = ()  # what a call without an opener begins with; then `read_bare`
+    call_markers: tuple[str, ...] = ()  # further markers that may be single tokens
+    bare: tuple[str, ...] = ()  # beginnings of a call without an opener, for `read_bare`
     read_bare: Read | None = None
-    syntax: Syntax | None = None  # as its models write calls, and its templates
+    syntax: Syntax | None = None  # of calls in the models' output and in templates
     read_calls: Read | None = None
     mends: Mends | None = None
 
@@ -103,9 +109,9 @@ class Family(Struct, frozen=True):
         return thinking + ((self.opener, *self.call_markers) if self.read_calls else ())
 
     def last_turn(self, prompt: str) -> str:
-        """What a prompt has already written of the model's turn.
+        """Return the part of the model's turn that the prompt contains already.
 
-        A template of another family shows no turns: then only a marker at the very end counts.
+        In a template of another family no turn is found. Then only a marker at the very end counts.
         """
         if begins := [at + len(turn) for turn in self.turns if (at := prompt.rfind(turn)) >= 0]:
             return prompt[max(begins) :]
@@ -113,7 +119,10 @@ class Family(Struct, frozen=True):
         return next((marker for marker in (THINK, END_THINK) if end.endswith(marker)), "")
 
     def begun(self, turn: str) -> tuple[bool | None, bool]:
-        """Whether it ends in reasoning (None: nothing has begun), and whether with a marker."""
+        """Return the state at the end of `turn`: in reasoning, and directly after a marker.
+
+        The first is None if the turn is empty.
+        """
         if not self.thinks:
             return False, False
         end = turn.rstrip()
@@ -123,13 +132,13 @@ class Family(Struct, frozen=True):
 
 
 class Source:
-    """Text that arrives in pieces. Its readers decide nothing by where a piece ends."""
+    """Text that arrives in pieces. Readers must not depend on where a piece ends."""
 
     def __init__(self) -> None:
         self.text = ""
-        self.at = 0  # what is before was read
-        self.is_over = False  # no more will come
-        self._kept: int | None = None  # from here it may be read again
+        self.at = 0  # text before this index has been read
+        self.is_over = False  # no more text will come
+        self._kept: int | None = None  # text from this index on may be read again
 
     def feed(self, text: str) -> None:
         begin = self.at if self._kept is None else self._kept
@@ -138,7 +147,7 @@ class Source:
         self._kept = None if self._kept is None else 0
 
     def keep(self) -> None:
-        """An attempt begins: `back` returns here until `commit`."""
+        """Begin an attempt. Until `commit`, `back` returns to this place."""
         if self._kept is None:
             self._kept = self.at
 
@@ -150,13 +159,16 @@ class Source:
         self._kept = None
 
     def push_back(self, text: str) -> None:
-        """It was not read after all. During an attempt nothing is: `back` will follow."""
+        """Return text to the source as unread.
+
+        During an attempt this does nothing, since `back` follows.
+        """
         if self._kept is None:
             self.text = text + self.text[self.at :]
             self.at = 0
 
     def peek(self) -> Reader[str]:
-        """The next character; none at the end."""
+        """Return the next character, "" at the end."""
         while self.at >= len(self.text):
             if self.is_over:
                 return ""
@@ -164,7 +176,7 @@ class Source:
         return self.text[self.at]
 
     def space(self, pattern: re.Pattern[str] = SPACE) -> Reader[str]:
-        """Reads white space."""
+        """Read and return white space."""
         space = ""
         while True:
             found = pattern.match(self.text, self.at)
@@ -176,7 +188,7 @@ class Source:
             yield
 
     def comes(self, marks: tuple[str, ...]) -> Reader[bool]:
-        """Whether one of the marks comes next. Reads nothing."""
+        """Return True if one of the marks comes next. Read nothing."""
         while not self.text.startswith(marks, self.at):
             rest = self.text[self.at :]
             if self.is_over or not any(mark.startswith(rest) for mark in marks):
@@ -185,7 +197,9 @@ class Source:
         return True
 
     def literal(self, mark: str) -> Reader[bool]:
-        """Reads `mark` if it comes next. The half of one at the end is read as well."""
+        """Read `mark` if it comes next, and return True. A part of it at the end of the text is
+        read too.
+        """
         while not self.text.startswith(mark, self.at):
             if len(self.text) - self.at >= len(mark) or not mark.startswith(self.text[self.at :]):
                 return False
@@ -197,7 +211,7 @@ class Source:
         return True
 
     def name(self, pattern: re.Pattern[str], end: str) -> Reader[str | None]:
-        """Reads a name and what ends it; None, and nothing is read, if there is no such thing."""
+        """Read a name and its `end`; return the name. Read nothing and return None if absent."""
         while True:
             found = pattern.match(self.text, self.at)
             after = found.end() if found is not None else self.at

@@ -1,8 +1,9 @@
-"""One call written as a JSON object: {"name": ..., "arguments": {...}} and what models make of it.
+"""Reader of a call as a JSON object, {"name": ..., "arguments": {...}}, and its variants.
 
-The keys come in any order. `parameters` means `arguments`; arguments may be a JSON string with an
-object in it; the object may stand in {"type": "function", "function": {...}}. Anything else is no
-call and stays text, so that no function runs without what the model wrote for it.
+The keys come in any order. `parameters` is an alias of `arguments`. The arguments may be a JSON
+string that contains an object, and the object may be nested in {"type": "function", "function":
+{...}}. Anything else is text and not a call, so that no function runs with arguments that the model
+did not write.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from nanovllm.server.parsers.json_value import ignore, key, string, unparsed, va
 
 NAMES = ('"name"', '"function"')
 ARGUMENTS = ('"arguments"', '"parameters"')
-REMARKS = ('"id"', '"type"', '"index"', '"call_id"')  # of the OpenAI API; no arguments
+REMARKS = ('"id"', '"type"', '"index"', '"call_id"')  # OpenAI API fields that are no arguments
 NO_ARGUMENTS = "{}"
-# Of a surrogate pair, perhaps with the beginning of the other half.
+# The first half of a surrogate pair, perhaps with the beginning of the second.
 HALF_AT_END = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}(\\(u[0-9a-fA-F]{0,3})?)?$")
 
 
 class JsonCall:
-    """It starts once its name is known and its arguments have begun."""
+    """Reader of one call. The call starts when its name is complete and its arguments begin."""
 
     def __init__(self, source: Source, emit: Emit, end: str, known: Schemas | None = None) -> None:
-        """`end` follows a call, if anything does. With `known` no other function is called."""
+        """`end` follows a call, "" if nothing does. With `known`, other functions are refused."""
         self.is_started = False
         self._source = source
         self._emit = emit
@@ -34,13 +35,13 @@ class JsonCall:
         self._known = known
         self._name = ""
         self._early: str | None = None  # arguments that came before the name
-        self._is_broken = False  # its arguments are no JSON, and were read up to `end`
+        self._is_broken = False  # the arguments are malformed and were read up to `end`
         self._depth = 0
 
     def read(self) -> Reader[bool]:
-        """Read the object; return whether anything may follow it.
+        """Read the object; return True if more text may follow it.
 
-        If `is_started` is False afterwards, it was no call, and its text must be read again.
+        If `is_started` is False afterwards, there was no call, and the text must be read again.
         """
         if not (yield from self._entries()):
             return False
@@ -49,13 +50,13 @@ class JsonCall:
         return self.is_started
 
     def _entries(self) -> Reader[bool]:
-        """Read from "{" to "}"; return whether that came."""
+        """Read from "{" to "}"; return True if the latter came."""
         source = self._source
         if not (yield from source.literal("{")):
             return False
         separator = ""
         while True:
-            if self.is_started:  # from here on, text that is no part of the call is shown
+            if self.is_started:  # from here on, text outside of the call is shown
                 source.commit()
                 source.keep()
             yield from source.space()
@@ -69,7 +70,7 @@ class JsonCall:
             separator = ","
 
     def _entry(self) -> Reader[bool]:
-        """Read a key and what it holds; return whether a call may have it."""
+        """Read a key and its value; return True if they may belong to a call."""
         source = self._source
         if (found := (yield from key(source, ignore))) is None:
             return False
@@ -115,7 +116,7 @@ class JsonCall:
         return is_whole
 
     def _quoted(self) -> Reader[bool]:
-        """Read arguments that are a JSON string with an object in it."""
+        """Read arguments in the form of a JSON string that contains an object."""
         text, is_whole = yield from quoted_object(self._source)
         if text is None:
             return False
@@ -134,9 +135,9 @@ class JsonCall:
 
 
 def object_of(source: Source, emit: Emit, end: str, closers: str) -> Reader[bool]:
-    """Emit arguments that begin with "{"; return whether they were JSON.
+    """Emit arguments that begin with "{"; return True if they are JSON.
 
-    What is none is emitted as it is written, up to `end`: see `unparsed`.
+    Others are emitted unchanged up to `end`; see `unparsed`.
     """
 
     def take(text: str) -> None:
@@ -149,9 +150,10 @@ def object_of(source: Source, emit: Emit, end: str, closers: str) -> Reader[bool
 
 
 def quoted_object(source: Source) -> Reader[tuple[str | None, bool]]:
-    """Read a string with a JSON object in it; return the object's text, and whether it is whole.
+    """Read a string that contains a JSON object. Return the object's text, and True if it is
+    complete.
 
-    None if it is another string.
+    The text is None if the string has other content.
     """
     parts: list[str] = []
     is_string = (yield from string(source, parts.append)) is not None
@@ -173,7 +175,7 @@ def quoted_object(source: Source) -> Reader[tuple[str | None, bool]]:
 
 
 def _begun(literal: str) -> str:
-    """Decode a string that breaks off, perhaps within an escape, to what is sure of it."""
+    """Decode a truncated string, up to an incomplete escape."""
     literal = HALF_AT_END.sub("", literal)
     for end in range(len(literal), 0, -1):
         with contextlib.suppress(ValueError):

@@ -1,7 +1,4 @@
-"""Calls as JSON: Qwen3's in a tag, DeepSeek's between markers, Llama's without any.
-
-Owns the three readers, and the families that write so.
-"""
+"""JSON calls: Qwen3's in a tag, DeepSeek's between markers, Llama's without a tag."""
 
 from __future__ import annotations
 
@@ -34,19 +31,19 @@ FENCE = "```"
 
 
 def read_tagged(source: Source, emit: Emit, marks: Marks, schemas: Schemas) -> Reader[None]:
-    """After <tool_call>: a call, several of them or a list of them, then </tool_call>."""
+    """Read calls after <tool_call>: one, several or a list of them, then </tool_call>."""
     yield from _calls(source, emit, marks[END_CALL], None)
     yield from source.space()
     yield from source.literal(marks[END_CALL])
 
 
 def read_untagged(source: Source, emit: Emit, marks: Marks, schemas: Schemas) -> Reader[None]:
-    """The same without a tag: only functions of the request are called."""
+    """Read calls without a tag. Only functions of the request are accepted."""
     yield from _calls(source, emit, "", schemas)
 
 
 def _calls(source: Source, emit: Emit, end: str, known: Schemas | None) -> Reader[None]:
-    """Read calls up to what is none: that is read again."""
+    """Read calls up to other text, which is left to be read again."""
     yield from source.space()
     is_list = yield from source.literal("[")
     may_follow, is_first = True, True
@@ -71,7 +68,7 @@ def _calls(source: Source, emit: Emit, end: str, known: Schemas | None) -> Reade
 
 
 def read_marked(source: Source, emit: Emit, marks: Marks, schemas: Schemas) -> Reader[None]:
-    """After DeepSeek's calls begin: each a name and arguments, as R1 or as V3.1 writes them."""
+    """Read DeepSeek's calls after their opener: names and arguments as in R1 or in V3.1."""
     while True:
         source.keep()
         yield from source.space()
@@ -90,7 +87,10 @@ def read_marked(source: Source, emit: Emit, marks: Marks, schemas: Schemas) -> R
 
 
 def _marked_name(source: Source, marks: Marks) -> Reader[str | None]:
-    """V3.1 writes the name, then the arguments. R1 writes the kind, the name and a code block."""
+    """Read the function's name.
+
+    V3.1 writes the name, then the arguments. R1 writes the kind, the name and a code block.
+    """
     first = yield from source.name(FUNCTION_NAME, marks[SEPARATOR])
     if first is None:
         return None
@@ -106,7 +106,7 @@ def _marked_name(source: Source, marks: Marks) -> Reader[str | None]:
 
 
 def _marked_arguments(source: Source, emit: Emit, name: str, marks: Marks) -> Reader[bool]:
-    """Return whether there were any; otherwise they are read again."""
+    """Read the arguments; return False, to have the text read again, if there are none."""
     opener = yield from source.peek()
     if opener == "{":
         emit(CallStart(name))
@@ -131,7 +131,7 @@ QWEN3 = Family(
     read_calls=read_tagged,
 )
 
-# R1 and its distillations. What a tool answered stands inside the model's turn.
+# R1 and its distillations. A tool's result is inside the model's turn.
 DEEPSEEK_R1 = Family(
     turns=(
         "<\uff5cAssistant\uff5c>",

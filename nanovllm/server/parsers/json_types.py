@@ -1,4 +1,4 @@
-"""What a parameter's raw text means, by its JSON Schema. Pure."""
+"""Conversion of a parameter's raw text to JSON, by its JSON Schema."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any, NoReturn
 Types = frozenset[str]
 ANY = frozenset({"string", "null", "boolean", "number", "object", "array"})
 STRING = frozenset({"string"})
-quoted = json.JSONEncoder(ensure_ascii=False).encode  # a string, without a new encoder each time
+quoted = json.JSONEncoder(ensure_ascii=False).encode  # encodes a string; created once for speed
 MAX_DEPTH = 20  # of references and unions
 
 
 def types_of(schema: object, name: str) -> Types:
-    """The types of one parameter of a function with this schema. What no schema knows is a
-    string."""
+    """Return the types of one parameter. A parameter that is not in the schema is a string."""
     properties = _mapping(schema).get("properties")
     if name not in _mapping(properties):
         return STRING
@@ -23,15 +22,15 @@ def types_of(schema: object, name: str) -> Types:
 
 
 def names_of(schema: object) -> Iterable[str]:
-    """The parameters of a function with this schema."""
+    """Return the parameters in a function's schema."""
     return _mapping(_mapping(schema).get("properties"))
 
 
 def as_json(text: str, types: Types) -> str:
-    """JSON for the text: a value of an allowed type, else a string if that is allowed.
+    """Return JSON for the text: a value of an allowed type, else a string if that is allowed.
 
-    In a union the types that are no string come first, and only exact JSON counts: "none" is
-    a string. Where no string is allowed, Python's words are understood too.
+    In a union the types other than string come first and require exact JSON: "none" is a string. If
+    a string is not allowed, Python's True, False and None are accepted too.
     """
     stripped = text.strip()
     try:
@@ -47,12 +46,12 @@ def as_json(text: str, types: Types) -> str:
         if "null" in types and word in ("null", "none"):
             return "null"
         if found:
-            return stripped  # of a wrong type: for the function to refuse
+            return stripped  # of a wrong type, which the function must refuse
     return quoted(text)
 
 
 def _types(schema: object, root: object, depth: int) -> Types:
-    """Empty: nothing is said."""
+    """Return the types that a schema allows, an empty set if it does not restrict them."""
     if not isinstance(schema, Mapping) or not depth:
         return frozenset()
     named = schema.get("type")
@@ -77,7 +76,7 @@ def _types(schema: object, root: object, depth: int) -> Types:
 
 
 def pointed(reference: str, root: object) -> Any:  # noqa: ANN401 - any JSON
-    """What a reference of a schema names; None if there is nothing."""
+    """Return the target of a schema's reference, None if there is none."""
     at = root
     for step in reference.removeprefix("#").split("/")[1:]:
         at = _mapping(at).get(step.replace("~1", "/").replace("~0", "~"))

@@ -1,11 +1,11 @@
-"""JSON read as it is generated: what was written reaches the client, and no more than that.
+"""Incremental JSON reader that passes on the model's text unchanged, as soon as it is certain.
 
-Decision: the model's own text is passed on, not a parsed and printed copy, so that strings stream
-character by character and numbers keep their digits. Slips that models make in strings are
-mended: control characters as they are, a backslash before a character that needs none, and half
-of a surrogate pair, which many clients refuse.
-Decision: a value that was cut or broken is never closed. A client that parses it gets an error,
-where a closed one would be a valid value that lacks something.
+Decision: the client gets the model's own text, not a parsed and printed copy, so that strings
+stream by character and numbers keep their digits. Frequent mistakes in strings are corrected: raw
+control characters, a needless backslash, and a lone surrogate, which many clients refuse.
+
+Decision: a truncated or malformed value is never closed. A client that parses it gets an error. If
+it were closed, it would be a valid value with a part missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 PAIR = r"u[dD][89abAB]{0}{0}\\u[dD][c-fC-F]{0}{0}".format("[0-9a-fA-F]")  # of surrogates
 ESCAPE = re.compile(rf'\\(["\\/bfnrt]|{PAIR}|u[0-9a-fA-F]{{4}})')
 LONG, LONGEST = r"\u0000", r"\ud800\udc00"
-HALF = re.compile(r"\\u[dD][89a-fA-F]..")  # a surrogate by itself
+HALF = re.compile(r"\\u[dD][89a-fA-F]..")  # a lone surrogate
 SCALAR_RUN = re.compile(r"[-+.0-9A-Za-z]+")
 SCALAR = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 BLANKS = " \t\r\n"
@@ -35,10 +35,10 @@ def ignore(text: str) -> None: ...
 
 
 def value(source: Source, take: Take) -> Reader[bool]:
-    """Read one value; return whether it was whole.
+    """Read one value and return True if it is complete.
 
-    If it was not, `take` has got all that was read, and the source stands at what cannot follow
-    in JSON, or at its end.
+    If it is not, `take` has received all text read so far. The source then stands at the first text
+    that is not JSON, or at its end.
     """
     walk = _Walk(source, take)
     is_whole = yield from walk.value(MAX_DEPTH)
@@ -49,7 +49,7 @@ def value(source: Source, take: Take) -> Reader[bool]:
 
 class _Walk:
     def __init__(self, source: Source, take: Take) -> None:
-        self.held: list[str] = []  # read, and not taken yet: commas, keys, colons
+        self.held: list[str] = []  # read but not yet passed on: commas, keys, colons
         self._source = source
         self._take = take
 
@@ -73,7 +73,7 @@ class _Walk:
         return bool(scalar)
 
     def _entries(self, closer: str, depth: int) -> Reader[bool]:
-        """Read up to and with the closer."""
+        """Read up to and including the closer."""
         source = self._source
         self.held.append((yield from source.space()))
         character = yield from source.peek()
@@ -100,9 +100,9 @@ class _Walk:
 
 
 def key(source: Source, take: Take) -> Reader[str | None]:
-    """Read a key and its colon; return the key, quotes included, and None where there is none.
+    """Read a key and its colon. Return the key with its quotes, None if there is no key.
 
-    `take` gets all that was read in either case.
+    `take` receives the text read in either case.
     """
     take((yield from source.space()))
     if (yield from source.peek()) != '"' or (found := (yield from string(source, take))) is None:
@@ -115,9 +115,9 @@ def key(source: Source, take: Take) -> Reader[str | None]:
 
 
 def string(source: Source, take: Take = ignore) -> Reader[str | None]:
-    """Read a string; return it, quotes included, and None if it does not end.
+    """Read a string that begins with the next character. Return it with its quotes.
 
-    The quote that begins it comes next. `take` gets what was read, whole or not.
+    Return None if the string does not end. `take` receives the text read in either case.
     """
     parts = ['"']
     source.at += 1
@@ -130,7 +130,7 @@ def string(source: Source, take: Take = ignore) -> Reader[str | None]:
 
 
 def string_body(source: Source, take: Take) -> Reader[bool]:
-    """Read up to and with the quote that ends a string; return whether it came."""
+    """Read up to and including the closing quote. Return True if there was one."""
     while character := (yield from source.peek()):
         if found := PLAIN.match(source.text, source.at):
             take(found[0])
@@ -147,7 +147,7 @@ def string_body(source: Source, take: Take) -> Reader[bool]:
 
 
 def _escape(source: Source) -> Reader[str]:
-    """Read what begins with the backslash that comes next; half of one where the text ends."""
+    """Read the escape that comes next, or part of one at the end of the text."""
     while _may_grow(source.text[source.at : source.at + len(LONGEST)]):
         if source.is_over:
             begun, source.at = source.text[source.at :], len(source.text)
@@ -162,7 +162,7 @@ def _escape(source: Source) -> Reader[str]:
 
 
 def _may_grow(text: str) -> bool:
-    """Return whether the text is the beginning of an escape."""
+    """Return True if the text is the beginning of an escape."""
     whole = (text + form[len(text) :] for form in (LONG, LONGEST) if len(text) < len(form))
     return any(map(ESCAPE.fullmatch, whole))
 
@@ -170,7 +170,8 @@ def _may_grow(text: str) -> bool:
 def _scalar(source: Source, take: Take) -> Reader[str]:
     """Read a number or a word; return "" if there is none.
 
-    One that the text ends in may go on: `take` gets what was written of it.
+    At the end of the text it may be incomplete: `take` then receives that part, and the result is
+    "".
     """
     while True:
         found = SCALAR_RUN.match(source.text, source.at)
@@ -190,11 +191,10 @@ def _scalar(source: Source, take: Take) -> Reader[str]:
 
 
 def unparsed(source: Source, take: Take, end: str, closers: str) -> Reader[bool]:
-    """Read the rest of arguments that are no JSON, as it is written, up to `end`.
+    """Read the rest of malformed arguments unchanged, up to but not including `end`.
 
-    Return whether `end` came; it is not read. `closers` are the syntax of the call and not of its
-    arguments: they, and white space around them, are left out where they stand before `end`.
-    An empty `end` never comes.
+    Return True if `end` came; an empty `end` never comes. `closers` belong to the call, not to its
+    arguments: before `end` they are dropped with the white space around them.
     """
     while True:
         text = source.text[source.at :]

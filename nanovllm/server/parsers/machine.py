@@ -1,12 +1,14 @@
-"""The machine all families share: reasoning, then text with calls in it.
+"""State machine shared by all families: reasoning, then text that contains calls.
 
-White space beside a marker belongs to the marker; between two texts with a call between them, the
-last of it stays. <think> is a marker only where the output begins, what opens a call only when
-the client sent tools. A call inside reasoning ends the reasoning. What looks like a call and is
-none is shown as what it is: the opener becomes text, and what follows is read again. A call that
-has started (its name was sent) and breaks off keeps its arguments as they were written, not
-closed; what belongs to no call is text. A call without its opener counts where a line of the text
-begins with it, outside of fenced code; under a grammar only where the text begins.
+- White space next to a marker belongs to the marker. Between two texts separated by a call, the
+  last of it is kept.
+- <think> is a marker only at the beginning of the output. A call's opener is one only if the client
+  sent tools. A call inside reasoning ends the reasoning.
+- Text that only looks like a call is shown: the opener becomes text, and the rest is read again.
+- A call that has started (its name was sent) and is truncated keeps its arguments as written, not
+  closed. The text outside of calls is shown.
+- A call without its opener is accepted at the beginning of a line, outside of fenced code. Under a
+  grammar it is accepted only at the beginning of the text.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ FENCE = "```"
 
 
 class OutputParser:
-    """Reads one output."""
+    """Parser of one output."""
 
     def __init__(
         self,
@@ -47,10 +49,11 @@ class OutputParser:
         is_spelled: bool = False,
         mends: bool = True,
     ) -> None:
-        """`turn`: what the prompt has already written of it. `schemas` None: no calls wanted.
+        """`turn` is the part of the turn in the prompt. `schemas` is None if calls are not wanted.
 
-        `is_spelled`: a grammar ruled the output. It knows letters and not tokens, so that markers
-        count however they were written. `mends`: the family's may be missing; not under a grammar.
+        `is_spelled` means that a grammar constrained the output. It works on letters, not tokens,
+        so markers count in any tokenisation. `mends` accepts calls with missing parts; it must be
+        False under a grammar.
         """
         self._family = family
         self._shown = {ord(mark): name for name, mark in marks.items() if mark != name}
@@ -63,7 +66,7 @@ class OutputParser:
         self._end_think = marks[END_THINK] if family.thinks else ""
         self._opener = marks[family.opener] if schemas is not None and family.read_calls else ""
         self._mends = family.mends if mends and self._opener else None
-        self._is_amid_text = mends  # a call without an opener counts there, too
+        self._is_amid_text = mends  # a call without an opener is accepted within the text
         self._bare = family.bare if self._opener else ()
         self._read_bare = family.read_bare
         if self._mends is not None:
@@ -73,16 +76,16 @@ class OutputParser:
             False: [mark for mark in (self._opener, *self._bare) if mark],
         }
         self._are_tokens = len(self._shown) == len(marks) and not is_spelled and not self._bare
-        self._line, self._is_fenced = "", False  # of the text: how its last line begins
+        self._line, self._is_fenced = "", False  # beginning of the text's last line
         self._events: list[Event] = []
-        self._parts: list[str] = []  # of the arguments of the call that goes on
-        self._space = ""  # at the end of what was said: a marker may take it
+        self._parts: list[str] = []  # of the arguments of the current call
+        self._space = ""  # at the end of the text; dropped if a marker follows
         self._has_text = False
-        self._is_called = False  # the calls that are read have begun
-        self.is_amid_call = False  # a call has started, and its arguments are not whole
-        self._is_flowing = False  # amid text or reasoning, and nothing is held back
-        begun, self._is_fresh = family.begun(turn)  # fresh: a marker came last
-        self.in_reasoning = bool(begun)  # whether the text fed so far ends inside reasoning
+        self._is_called = False  # the current attempt has started a call
+        self.is_amid_call = False  # a call has started, and its arguments are incomplete
+        self._is_flowing = False  # in text or reasoning, with nothing held back
+        begun, self._is_fresh = family.begun(turn)  # fresh: directly after a marker
+        self.in_reasoning = bool(begun)  # the text fed so far ends inside reasoning
         self._source = Source()
         self._reader = self._read(has_begun=begun is not None)
 
@@ -100,7 +103,7 @@ class OutputParser:
         return self._events
 
     def finish(self) -> list[Event]:
-        """The stream ended: what was held back."""
+        """Return the events that were held back until the end of the stream."""
         self._source.is_over = True
         events = self.feed("")
         if not self._is_fresh:
@@ -141,7 +144,7 @@ class OutputParser:
         source.commit()
 
     def _settle(self) -> Reader[None]:
-        """Drops white space, and markers that say again what is known, if anything follows."""
+        """Drop white space and redundant markers, if anything follows."""
         source = self._source
         known = self._think if self.in_reasoning else self._end_think
         gap, is_known = "", True
@@ -158,7 +161,7 @@ class OutputParser:
                 self._space = gap or self._space
 
     def _marker(self) -> Reader[str]:
-        """Says what comes before the next marker, and reads that; none at the end."""
+        """Emit the text before the next marker; read the marker and return it, "" at the end."""
         source, awaited = self._source, self._awaited[self.in_reasoning]
         while True:
             text = source.text[source.at :]
@@ -176,7 +179,7 @@ class OutputParser:
             self._is_flowing = False
 
     def _calls(self, *, is_bare: bool = False) -> Reader[bool]:
-        """Reads what an opener opens: whether there was a call. If not, nothing was read."""
+        """Read the calls after an opener. Return True if there are any; otherwise read nothing."""
         source, read = self._source, self._family.read_calls
         if is_bare:
             read = self._read_bare
@@ -192,7 +195,7 @@ class OutputParser:
         return self._is_called
 
     def _enter_text(self) -> None:
-        """A marker was read: its white space is not shown, unless it parts two texts."""
+        """Enter the text after a marker. The white space is kept only between two texts."""
         self.in_reasoning, self._is_fresh = False, True
         self._line, self._is_fenced = "", False
         if not self._has_text:
@@ -217,7 +220,7 @@ class OutputParser:
         self._parts.clear()
 
     def _say(self, text: str) -> None:
-        """White space at the end waits: a marker would take it."""
+        """Emit text, but hold back white space at its end, which a marker would drop."""
         if not text:
             return
         if self._bare:
@@ -251,5 +254,5 @@ class OutputParser:
             self._events.append(Text(text))
 
     def _named(self, text: str) -> str:
-        """Markers that are none here read as their text."""
+        """Return the text with marks that are no markers here replaced by their names."""
         return text if text.isascii() else text.translate(self._shown)

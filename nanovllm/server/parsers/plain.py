@@ -1,4 +1,4 @@
-"""Models that call nothing: their text is the answer, after a thought if they think."""
+"""Families without calls: the text is the answer, after reasoning if the models think."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Calls as XML: Qwen3-Coder's and MiniMax-M2's, whose parameters are raw text between tags.
+"""XML calls of Qwen3-Coder and MiniMax-M2, whose parameters are raw text between tags.
 
-A parameter's schema says what its text means. Strings stream; the rest is read when it is whole.
+The schema of a parameter gives the type of its text. Strings stream; other values are converted
+when they are complete.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Form(Struct, frozen=True):
     parameter: tuple[str, str]  # before and after a parameter's name
     end_call: str
     end_block: str
-    pad: str  # stands at both ends of every value
+    pad: str  # at both ends of every value
 
 
 CODER = Form(
@@ -57,7 +58,7 @@ MINIMAX = Form(
 def _read(
     form: Form, mends: bool, source: Source, emit: Emit, marks: Marks, schemas: Schemas
 ) -> Reader[None]:
-    """After what opens a block: calls, then what closes it. `mends`: end tags may be missing."""
+    """Read calls and the end of their block. With `mends`, end tags may be missing."""
     end_block = marks[form.end_block]
     while True:
         source.keep()
@@ -80,7 +81,10 @@ def _read(
 def _read_bare(
     form: Form, source: Source, emit: Emit, marks: Marks, schemas: Schemas
 ) -> Reader[None]:
-    """The same where nothing opened a block: only a known function that a tag follows is called."""
+    """Read calls without an opener.
+
+    Only a function of the request is accepted, and only if a tag follows its name.
+    """
     source.keep()
     yield from source.literal(form.call[0])
     name = yield from source.name(FUNCTION_NAME, form.call[1])
@@ -99,7 +103,10 @@ read_minimax = partial(_read, MINIMAX, False)
 
 
 class _XmlCall:
-    """It starts with its first parameter or with its end: a tag around other text is no call."""
+    """Reader of one call.
+
+    The call starts at its first parameter or its end tag. A tag around other text is not a call.
+    """
 
     def __init__(
         self,
@@ -120,9 +127,9 @@ class _XmlCall:
         self._separator = ""
 
     def read(self, *, mends: bool) -> Reader[bool]:
-        """Read the parameters and the end; return whether that came.
+        """Read the parameters and the end; return True if the end came.
 
-        The object of the arguments is closed only there: what was cut stays open.
+        The arguments' object is closed only then. A truncated one stays open.
         """
         source, form = self._source, self._form
         missing = set(names_of(self._schema)) if mends else None
@@ -144,9 +151,9 @@ class _XmlCall:
             self._separator = ", "
 
     def _ended(self) -> Reader[bool]:
-        """Where no parameter follows: return whether the call ends here."""
+        """Return True if the call ends here. Called if no parameter follows."""
         source, form = self._source, self._form
-        following = (self._end_block, form.call[0])  # makes the end certain without its tag
+        following = (self._end_block, form.call[0])  # each ends the call without its own end tag
         if (yield from source.literal(form.end_call)) or (yield from source.comes(following)):
             self._start()
             self._emit(CallPart("}"))
@@ -175,7 +182,7 @@ class _XmlCall:
 
 
 class Argument:
-    """One parameter, written as JSON as early as possible."""
+    """One parameter, converted to JSON as early as possible."""
 
     def __init__(self, key: str, types: Types, emit: Emit) -> None:
         self._key = key
@@ -198,7 +205,7 @@ class Argument:
         self._emit(CallPart(quoted(text)[1:-1]))
 
     def end(self, *, is_whole: bool) -> None:
-        """A value that was cut short stays open."""
+        """Emit the rest. A truncated value stays open."""
         if self._is_open:
             self._emit(CallPart('"' if is_whole else ""))
             return
@@ -213,11 +220,11 @@ class Argument:
 
 
 class _Value(Struct, frozen=True):
-    """What ends the text of a parameter.
+    """Reader of a parameter's text up to its end.
 
-    An end tag is one only where the next tag follows: values may hold the text of one. With
-    `missing` (parameters that were not given yet), it may be left out where a line begins with
-    one of these parameters, or with the end of a call that the end of its block follows.
+    An end tag counts only if the next tag follows, since values may contain the text of a tag. With
+    `missing` (parameters not given yet) the end tag may be absent. The value then ends before a
+    line that begins with one of these parameters, or with the end of the call and of its block.
     """
 
     form: Form
@@ -225,7 +232,7 @@ class _Value(Struct, frozen=True):
     missing: set[str] | None
 
     def read(self, source: Source, argument: Argument) -> Reader[bool]:
-        """Reads up to and with the end of a value; whether it came."""
+        """Read up to and including the end of a value; return True if it came."""
         if pad := self.form.pad:
             yield from source.literal(pad)
         is_begin = True
@@ -261,7 +268,7 @@ class _Value(Struct, frozen=True):
         return (END_VALUE, self.form.parameter[0], self.form.end_call)
 
     def _next(self, text: str, begin: int, *, is_begin: bool) -> tuple[int, str]:
-        """Where the next tag is that may be an end, and which; none: ""."""
+        """Return position and text of the next tag that may end the value; (-1, "") if none."""
         found = [(text.find(END_VALUE, begin), END_VALUE)]
         for tag in self._tags[1:]:
             if is_begin and text.startswith(tag, begin):
@@ -271,13 +278,13 @@ class _Value(Struct, frozen=True):
         return min((entry for entry in found if entry[0] >= 0), default=(-1, ""))
 
     def _may_be_last(self, text: str, at: int, tag: str) -> bool:
-        """Return whether the tag ends the value where the whole output ends."""
+        """Return True if the tag ends the value when no further text comes."""
         if tag == self.form.end_call:
             return not text[at + len(tag) :].strip()
         return tag == END_VALUE
 
     def _is_end(self, text: str, at: int, tag: str) -> bool | None:
-        """None: what comes will say."""
+        """Return True if the tag ends the value, None if that depends on text to come."""
         form, after = self.form, text[at + len(tag) :]
         if tag == form.parameter[0]:
             found = KEY_NAME.match(after)
@@ -295,7 +302,7 @@ class _Value(Struct, frozen=True):
         return None if any(tag.startswith(after) for tag in following) else False
 
 
-# Qwen3-Coder, and Qwen3.5 after it.
+# Qwen3-Coder and Qwen3.5.
 QWEN3_CODER = Family(
     turns=("<|im_start|>assistant\n", "<|im_end|>"),
     opener="<tool_call>",
