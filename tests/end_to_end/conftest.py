@@ -1,4 +1,4 @@
-"""One whole server for all tests that do not change its settings."""
+"""One complete server for all tests that do not change its settings."""
 
 from __future__ import annotations
 

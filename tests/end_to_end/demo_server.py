@@ -1,4 +1,4 @@
-"""`nanovllm serve` as a process of its own, started as a user starts it."""
+"""`nanovllm serve` as a separate process, started as a user starts it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 if TYPE_CHECKING:
-    import openai  # which machines with GPUs may lack
+    import openai  # which may be missing on machines with GPUs
 
 THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 
@@ -25,7 +25,7 @@ THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 class Server:
     process: subprocess.Popen[str]
     url: str = ""
-    lines: list[str] = field(default_factory=list)  # that it said
+    lines: list[str] = field(default_factory=list)  # of its output
 
     def client(self) -> openai.OpenAI:
         import openai
@@ -56,16 +56,16 @@ class Server:
         return {int(line.split()[0]): line for line in listing.splitlines()}
 
     def engine_pid(self) -> int:
-        """The first process that the supervisor spawned."""
+        """Return the id of the first process that the supervisor spawned."""
         return min(pid for pid, args in self.children().items() if "spawn_main" in args)
 
     def stop(self) -> int:
-        """Its exit code."""
+        """Terminate the server and return its exit code."""
         self.process.terminate()
         return self.process.wait(30)
 
     def abort(self) -> None:
-        """Ends all of its processes. Each tells where its threads are, in `lines`."""
+        """Abort all processes of the server, which print the stacks of their threads to `lines`."""
         with suppress(ProcessLookupError):
             for pid in [*self.children(), self.process.pid]:
                 resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
@@ -73,7 +73,7 @@ class Server:
 
 
 def asked(text: str, **more: Any) -> dict[str, Any]:
-    """A chat completion's arguments, as the openai client takes them."""
+    """Return the arguments of a chat completion for the openai client."""
     return {"model": "demo", "messages": [{"role": "user", "content": text}], **more}
 
 
@@ -82,7 +82,7 @@ def start(
 ) -> Server:
     """Start `nanovllm serve` and wait until it is ready.
 
-    Raise AssertionError, with the log, if it ends or is not ready in time.
+    Raise AssertionError, with the log, if it exits or is not ready in time.
     """
     command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *arguments]
     variables = {**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {})}
@@ -97,7 +97,7 @@ def start(
         server.lines.append(line)
         if found := re.search(r"is served at (http://\S+)", line):
             late.cancel()
-            # Read on, or its last lines would wait a second for a reader.
+            # Go on reading, or its last lines would wait a second for a reader.
             rest = threading.Thread(target=server.lines.extend, args=(process.stdout,), daemon=True)
             rest.start()
             server.url = found.group(1)

@@ -1,8 +1,8 @@
-"""Runs nanovllm, and notes which modules its processes import while they serve.
+"""Wrapper of nanovllm that records the modules imported while its processes serve.
 
     python -m tests.end_to_end.late_imports FOLDER serve RECIPE ...
 
-When a process ends, FOLDER gets a file `engine.json` or `api.json`: a list of names.
+When a process ends, it writes a list of names to `engine.json` or `api.json` in FOLDER.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ASKED = "NANOVLLM_LATE_IMPORTS"  # processes are spawned, and import this file, too
+ASKED = "NANOVLLM_LATE_IMPORTS"  # spawned processes import this file too
 
 
 @contextmanager

@@ -1,5 +1,8 @@
-"""An exception of one request's admission is that request's end: in the engine, in the client of
-the engine, in the answer. Nothing of it stays behind, and the others notice nothing."""
+"""An exception during the admission of a request ends only that request.
+
+Checked in the engine, in the engine's client and in the answer: nothing of the request remains, and
+other requests are not affected.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +42,11 @@ from tests.server import test_reply
 from tests.server.fake_engine import READY
 from tests.whole_engine import WholeEngine
 
-CURSED = 40  # a token that the processor below cannot bear
+CURSED = 40  # a token that makes the processor below raise
 
 
 class Curse:
-    """A processor that raises for requests with a certain bias; else it does nothing."""
+    """A processor that raises for requests with a certain bias, and otherwise does nothing."""
 
     FIELDS = ()
 
@@ -88,7 +91,7 @@ def test_an_engine_refuses_what_it_cannot_admit_and_goes_on(engine, caplog) -> N
         engine.submit(20, [9], 5, Sampling(min_tokens=2**31 - 1))
         engine.submit(21, [engine.vocab_size], 5)
         engine.loop.handle(Generate(22, b"\0" * 5, 5, [], Sampling()))
-    engine.loop.handle(Abort(10))  # its client may leave all the same
+    engine.loop.handle(Abort(10))  # its client may still leave
     engine.submit(3, [5, 6, 7], 8)
     engine.run()
     assert [(r.request_id, r.kind) for r in refused] == [
@@ -155,7 +158,7 @@ class Sink:
 
 
 class Wire:
-    """The connection of a client: keeps what is sent."""
+    """The connection of a client; stores the messages sent."""
 
     def __init__(self) -> None:
         self.sent: list[object] = []
@@ -216,7 +219,7 @@ def served() -> Served:
 
 
 class FullEngine(test_reply.Engine):
-    """Sends two requests, and no third."""
+    """An engine client that accepts two requests and refuses the third."""
 
     def submit(self, message: Generate, sink: Any) -> None:
         if len(self.sinks) == 2:
@@ -232,14 +235,14 @@ def test_a_choice_that_cannot_be_sent_takes_the_others_along(served) -> None:
     with pytest.raises(OverflowError):
         reply.open(request, served.template.prompt(request), served, seed=1)
     assert set(engine.sinks) == {1, 2} <= set(engine.aborted)
-    assert not metrics.params_n.total  # it never began
+    assert not metrics.params_n.total  # it never started
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_refused_admission_is_a_500(served, stream) -> None:
     async def main() -> None:
         engine, peer, reply, metrics = test_reply.opened(served, stream=stream, n=2)
-        for _ in range(2):  # the second one has heard it, too
+        for _ in range(2):  # the second choice is refused, too
             engine.sinks[2].refused(Refusal(2, RefusalKind.FAILED, "its log says why"))
             engine.sinks[2].flush()
         reply.fail(ApiError(503, "the server is shutting down", code="shutting_down"))
@@ -269,7 +272,7 @@ def test_one_corrupted_choice_ends_its_request(served, stream) -> None:
 
 
 def check_failed(peer: test_reply.Client, code: str, message: str) -> None:
-    """One response, and only one, before any of an answer was sent."""
+    """Check that there was one response only, sent before any part of an answer."""
     assert (peer.status, peer.num_writes, peer.is_complete) == (500, 1, True)
     error = json.loads(peer.text)["error"]
     assert error == {"message": message, "type": "server_error", "param": None, "code": code}

@@ -1,6 +1,6 @@
-"""Requests whose logits are NaN, through the whole engine: scheduler, runner and sampler on a CPU.
+"""Requests with NaN logits, through the complete engine: scheduler, runner and sampler on a CPU.
 
-Their neighbours, and whoever gets their pages later, say what they would have said alone.
+Concurrent requests, and later ones that reuse their pages, have the same text as alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.models.corrupted import POISON, VALUES, poisoned
 from tests.whole_engine import WholeEngine, prompts_of
 
 PROMPTS = [[token if token != POISON else 8 for token in p] for p in prompts_of(9, seed=5)]
-BAD = {  # by request: where the poison stands, first to last, one token alone
+BAD = {  # by request: the poison at the beginning, in the middle, at the end, and as the only token
     20: [POISON, *PROMPTS[0]],
     21: [*PROMPTS[1][:17], POISON, *PROMPTS[2]],
     22: [*PROMPTS[3], POISON],
@@ -39,7 +39,7 @@ def alone(config: Config) -> dict[int, list[int]]:
 
 
 def watched(engine: WholeEngine) -> list[StepPlan]:
-    """The plans that will have been launched."""
+    """Return a list that collects the plans as they are launched."""
     plans: list[StepPlan] = []
     launch = engine.runner.launch
 
@@ -77,7 +77,7 @@ def test_they_end_with_an_error_and_nobody_else_does(
             assert engine.finish[turn + i] == FinishReason.LENGTH
             assert i == 7 or engine.text[turn + i] == text
     cleaned = {page for plan in plans for page in plan.clean}
-    assert pages == 200 or len(cleaned) >= 4  # of 200 none is needed again
+    assert pages == 200 or len(cleaned) >= 4  # with 200 pages, none is reused
     assert engine.memory.pool.num_free == pages
     assert engine.runner.slots.tokens_NL.min() == 0
     assert engine.scheduler.stats().num_running == 0
@@ -86,7 +86,7 @@ def test_they_end_with_an_error_and_nobody_else_does(
 def test_pages_are_cleaned_in_the_step_that_hands_them_out_again(
     config: Config, alone: dict[int, list[int]]
 ) -> None:
-    """So few pages that the next request gets the corrupted one's."""
+    """With few pages, the next request gets the corrupted one's, cleaned in the same step."""
     engine = WholeEngine(config, pages=20, slots=2, step_tokens=64)
     plans = watched(engine)
     engine.submit(20, [POISON, *range(20, 86)], 1)  # 17 of the 20

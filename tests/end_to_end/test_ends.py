@@ -1,4 +1,4 @@
-"""Checkpoints whose files disagree about the token that ends a text, through whole servers."""
+"""Checkpoints whose files disagree about the token that ends a text, through complete servers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_tokenizers_end_ends_a_text(url) -> None:
     ids=["thinking budget", "regex", "json"],
 )
 def test_a_grammar_ends_with_the_same_token(url, grammar, token_id) -> None:
-    """A wanted token that the grammar does not allow ended the engine where it had its own end."""
+    """A grammar ends with the server's end token; one of its own used to stop the engine."""
     ids, reason = answered(url, logit_bias={token_id: 100}, **grammar)
     if grammar is A_WORD:
         assert ids[-1] in (END, 2) and reason == "stop"
@@ -69,7 +69,7 @@ def test_a_grammar_ends_with_the_same_token(url, grammar, token_id) -> None:
 
 
 def test_an_ordinary_token_may_stop_a_grammar(url) -> None:
-    """It stops the output only where the grammar may end, so that the output still matches."""
+    """An ordinary stop token ends the output only where the grammar may end."""
     letter = answered(url, logit_bias={END: -100}, **A_WORD, max_tokens=1)[0][0]
     ids, reason = answered(url, stop_token_ids=[letter], **A_WORD)
     assert ids[0] != letter and reason == "stop"

@@ -1,4 +1,4 @@
-"""A real server, its engine process included, and every number of a request at its extremes."""
+"""A real server with its engine process, and every number of a request at its extremes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def http(server: Server):
 
 
 def sent(http: httpx.Client, fields: dict[str, str]) -> httpx.Response:
-    """Short answers, unless something longer is asked for."""
+    """Send a request for a short answer, unless `fields` sets another length."""
     fields = {"max_tokens": "3", **fields}
     if "max_completion_tokens" in fields:
         del fields["max_tokens"]

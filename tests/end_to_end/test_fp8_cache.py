@@ -1,5 +1,5 @@
-"""A whole engine with keys and values of 8 bits: the same text however requests are batched, and
-what the 8 bits cost in log-probabilities.
+"""A complete engine with 8-bit keys and values: text independent of batching, and loss of
+precision.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ HOW = pytest.mark.parametrize(
 
 @HOW
 def test_batching_changes_no_text_from_latents(latent: Config, sizes: dict[str, object]) -> None:
-    """A token's row is as many bytes as the layout says: 32 numbers, 8 rotated of 2, a scale."""
+    """A latent row has the bytes of its layout: 32 numbers, 8 rotated ones of 2 bytes, a scale."""
     assert texts(latent, **sizes) == texts(latent, at_once=False, prefix=False)
     engine = WholeEngine(latent, cache_dtype="fp8", pages=9, page_tokens=16)
     (tensor, _), layers = engine.runner.caches.tensors, len(engine.runner.model.layers)
@@ -91,7 +91,7 @@ def texts_bytes(config: Config) -> int:
 
 
 def in_8_bits(folder: Path, model: Decoder) -> Steps:
-    """Steps over caches of 8 bits."""
+    """Return steps over caches of 8 bits."""
     steps = Steps(folder, model, prompts(), Mesh())
     _, config = read_model_config(config_of(folder))
     (group,) = model.cache_layout(config, Mesh(), 1).paged
@@ -113,9 +113,11 @@ def in_8_bits(folder: Path, model: Decoder) -> Steps:
 def test_the_loss_in_log_probabilities_is_bounded(
     case: str, mean: float, most: float, tmp_path: Path
 ) -> None:
-    """Of models whose weights are loud, so that attention is far from even. 0.076 on average and
-    0.56 at most, without norms of keys 0.11 and 1.14, and of latents, which choose other experts,
-    0.15 and 2.6, of numbers that vary by 1.6.
+    """The 8-bit cache changes log-probabilities by 0.076 on average and 0.56 at most.
+
+    Measured with large weights, so that attention is far from uniform; the log-probabilities vary
+    by 1.6. Without norms of keys the change is 0.11 and 1.14. With latents, which lead to other
+    experts, it is 0.15 and 2.6.
     """
     family, overrides = CASES[case]
     make_tiny(tmp_path, family, **overrides)
@@ -129,7 +131,7 @@ def test_the_loss_in_log_probabilities_is_bounded(
 
 
 def test_a_checkpoint_brings_its_scales(tmp_path: Path) -> None:
-    """With scales that are powers of 2, and nothing saturated or tiny, numbers stay the same."""
+    """Scales that are powers of 2 leave the numbers equal, if none saturates or is tiny."""
     make_tiny(tmp_path, "qwen3")
     before = torch.cat(our_logits(in_8_bits(tmp_path, load(tmp_path)), [LENGTHS]))
     path = tmp_path / "model.safetensors"
@@ -144,7 +146,7 @@ def test_a_checkpoint_brings_its_scales(tmp_path: Path) -> None:
 
 
 def test_weights_in_fp8_and_a_cache_in_fp8(tiny: Config) -> None:
-    """Blocks of such weights are made of shapes alone at first; the cache's scales are not."""
+    """FP8 weights start as meta tensors (shapes only), but the cache's scales do not."""
     both = replace(tiny, recipe=replace(tiny.recipe, quantize="fp8"))
     engine = WholeEngine(both, cache_dtype="fp8")
     scales = [block.attn.attend.cache.scales_2G for block in engine.runner.model.layers]

@@ -1,6 +1,6 @@
-"""The whole engine on a CPU: greedy tokens equal transformers' generate, however they were batched.
+"""The complete engine on a CPU: greedy tokens equal transformers' generate, in any batching.
 
-Float32, loud random weights, scheduler + runner + sampler, no processes.
+Float32, large random weights; scheduler, runner and sampler without processes.
 """
 
 from __future__ import annotations
@@ -50,13 +50,16 @@ def tiny(
 
 
 def reusable(engine: WholeEngine, num_tokens: int) -> int:
-    """Of known tokens: fewer with recurrent layers, whose states are saved at pages' ends."""
+    """Return the reusable part of cached tokens.
+
+    Recurrent states are saved at the ends of pages, so models with such layers reuse fewer.
+    """
     page_tokens = engine.memory.page_tokens
     is_hybrid = isinstance(engine.memory, HybridMemory)
     return num_tokens // page_tokens * page_tokens if is_hybrid else num_tokens
 
 
-ONE = pytest.mark.parametrize("tiny", TOLD[:1], indirect=True)  # whatever the model is
+ONE = pytest.mark.parametrize("tiny", TOLD[:1], indirect=True)  # the model does not matter
 
 
 @pytest.mark.parametrize(("step_tokens", "depth"), [(16, 1), (33, 2), (128, 0), (512, 1)])
@@ -78,9 +81,9 @@ def test_a_prefix_hit_gives_the_same_text(tiny) -> None:
             engine.run()
     for first in (0, 200):
         assert [engine.text[first + i] for i in range(5)] == expected[:5]
-    is_hybrid = isinstance(engine.memory, HybridMemory)  # saves a state where it sees a fork
-    assert engine.cached[4 if is_hybrid else 3] >= 20 // 4 * 4  # shares a stem with those before
-    # Full pages, and a copy of the last one; of states those at a page's end.
+    is_hybrid = isinstance(engine.memory, HybridMemory)  # saves a state where texts fork
+    assert engine.cached[4 if is_hybrid else 3] >= 20 // 4 * 4  # shares a prefix with others
+    # Full pages and a copy of the last one; states only at the end of a page.
     assert engine.cached[200] == reusable(engine, len(prompts[0]) - 1)
 
 

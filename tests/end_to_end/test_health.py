@@ -1,4 +1,4 @@
-"""/health tells whether the engine gets on, and the dashboard asks for what /metrics has."""
+"""/health reports a stalled engine, and /metrics has every metric of the dashboard."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_an_idle_engine_is_healthy_for_longer_than_a_stall_takes(paper: Server) 
 
 @pytest.fixture(scope="module")
 def beaten(tmp_path_factory) -> Iterator[Api]:
-    """An API process whose engine beats as the test says."""
+    """Yield an API process whose engine sends its beats on request."""
     with serving(tmp_path_factory.mktemp("api")) as api:
         yield api
 
@@ -76,7 +76,7 @@ def beat(api: Api, step_age_s: float, late_s: float) -> None:
 
 def test_a_step_that_hangs_is_a_stall(beaten: Api) -> None:
     beat(beaten, 8.0, 3.0)
-    assert beaten.http.get("/health").status_code == 200  # a long prompt, or nearly
+    assert beaten.http.get("/health").status_code == 200  # a long prompt, just within the limit
     beat(beaten, 20.0, 10.5)
     eventually(lambda: beaten.http.get("/health").status_code == 503)
     assert "longer than any before" in beaten.http.get("/health").text

@@ -1,4 +1,4 @@
-"""Whole engines of a model with recurrent states: long texts, hits, preemption, drafts, ranks."""
+"""Complete engines with recurrent states: long texts, cache hits, preemption, drafts, ranks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from tests.whole_engine import WholeEngine, greedy, prompts_of
 NGRAM = Speculate(method="ngram", tokens=3, min_match=1, max_match=4)
 NEXT = [case for case in CASES if case.startswith("qwen3_next")]
 MAX_NEW = 60
-SURE = 1e-3  # by 8e-4 do transformers' own two forms of a recurrence differ in logits here
+SURE = 1e-3  # transformers' two forms of a recurrence differ by 8e-4 in logits here
 Told = tuple[Config, list[list[int]], list[list[int]]]
 
 
 def long_prompts(model: PreTrainedModel) -> tuple[list[list[int]], list[list[int]]]:
-    """Of 60 to 130 tokens, and their texts; three begin alike, and two are equal.
+    """Return prompts of 60 to 130 tokens, and their texts.
 
-    The first ones of which the model is sure.
+    Three share a prefix, and two are equal. They come from the first seed for which the model's
+    choices are unambiguous.
     """
     for seed in range(1, 30):
         parts = [prompts_of(6, seed + i) for i in range(3)]
@@ -53,7 +54,7 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_long_texts_are_the_references(told: Told) -> None:
-    """Of more than 150 tokens with their prompts, so that a prompt's form meets decode's."""
+    """Texts of over 150 tokens, prompts included, equal the reference in prefill and decode."""
     config, prompts, expected = told
     assert max(map(len, prompts)) + MAX_NEW > 180
     for sizes in (dict(step_tokens=512), dict(step_tokens=37, slots=3), dict(depth=2, slots=4)):
@@ -103,7 +104,10 @@ def test_however_it_is_batched(
 def test_a_next_turn_goes_on_from_what_was_saved_while_text_grew(
     told: Told, drafts: bool, depth: int
 ) -> None:
-    """States lag behind what is known where drafts may come; saved ones do not."""
+    """A next turn reuses states saved during decoding.
+
+    With drafts the states are older than the text, so none are saved.
+    """
     config, prompts, expected = told
     engine = WholeEngine(config, checkpoints=40, depth=depth, speculate=NGRAM if drafts else None)
     assert isinstance(engine.memory, HybridMemory)
@@ -130,7 +134,10 @@ def test_a_next_turn_goes_on_from_what_was_saved_while_text_grew(
 def test_text_is_the_same_with_checkpoints_in_the_hosts_memory(
     told: Told, pages: int, checkpoints: int, drafts: bool
 ) -> None:
-    """With few pages, so that preempted requests come back; with few places, so that some go."""
+    """Checkpoints in host memory change neither text nor cache hits.
+
+    There are few pages, so that requests are preempted, and few places, so that states are evicted.
+    """
     config, prompts, expected = told
     found = []
     for gib in (0.0, 0.01):

@@ -1,5 +1,6 @@
-"""A server of a model with recurrent states, with few pages and places for states: whoever asks
-beside it, leaves or is sent back to the queue, an answer has the tokens that it has alone.
+"""Server of a model with recurrent states, with few pages and few places for states.
+
+An answer has the same tokens as alone, even if other requests come, leave or are preempted.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Answer(NamedTuple):
 
 
 class Asked:
-    """Questions to one server, and what it answers to each alone: without any cached state."""
+    """Client of one server, with each request's answer when alone and without cached state."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -57,7 +58,10 @@ class Asked:
         return self.alone[key]
 
     async def compare(self, http: httpx.AsyncClient, body: Body, leave_after: int = -1) -> None:
-        """`leave_after`: hangs up after so many tokens, if not below 0."""
+        """Compare an answer with the one alone.
+
+        Disconnect after `leave_after` tokens unless negative.
+        """
         streams = leave_after >= 0 or len(json.dumps(body)) % 2 == 0
         found = await (streamed if streams else answer)(http, body, *[leave_after][:streams])
         wanted = self.alone[json.dumps(body)].tokens
@@ -102,7 +106,7 @@ def asked(*turns: str, **more: Any) -> Body:
 
 
 def questions() -> list[Body]:
-    """Most begin alike; some are equal but for how much they may say."""
+    """Return requests. Most share a prefix; some differ only in their length limit."""
     schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": ITEM, "strict": True}}
     return [
         asked("Hello!"),
@@ -140,7 +144,7 @@ def served(
 
 
 def events(server: Server) -> dict[str, float]:
-    """nanovllm:checkpoints and nanovllm:checkpoint_events_total by their labels."""
+    """Return nanovllm:checkpoints and nanovllm:checkpoint_events_total by their labels."""
     text = httpx.get(f"{server.url}/metrics").text
     lines = [line for line in text.splitlines() if line.startswith("nanovllm:checkpoint")]
     return {line.split('="')[-1].split('"')[0]: float(line.split()[-1]) for line in lines}
@@ -159,7 +163,7 @@ def check_idle(server: Server) -> None:
 
 
 async def storm(served: Asked, seed: int, count: int) -> None:
-    """Clients that come at any time; some leave early, before their answer or in it."""
+    """Run clients that come at random times. Some leave before or during their answer."""
     draw, asks, at_once = random.Random(seed), questions(), asyncio.Semaphore(14)
 
     async def client(http: httpx.AsyncClient) -> None:

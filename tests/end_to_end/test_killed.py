@@ -1,4 +1,4 @@
-"""A supervisor that nobody could ask to end: what it started ends too, and leaves nothing."""
+"""A killed supervisor: its processes end too, and leave nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.end_to_end.demo_server import start
 from tests.end_to_end.test_operation import FAST, ROOT, SERVE, ask
 from tests.server.serving import eventually
 
-# A first grammar may take long where much else runs.
+# The first grammar may take long on a busy machine.
 DEMO = ("--set", "cache.cpu_gib=0.1", "--set", "structured_outputs.compile_s=100")
 
 
@@ -33,15 +33,15 @@ def descendants(pid: int) -> list[int]:
 def test_a_killed_supervisor_leaves_nothing(
     arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever started it last: no process, no folder, no memory with a name."""
+    """No process, no folder and no named memory remains."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     shared = {*os.listdir("/dev/shm")}
     server = start(*arguments)
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
     if "paper" not in arguments:
-        reply = ask(server.url, response_format=schema)  # with a trial's process
+        reply = ask(server.url, response_format=schema)  # started the subprocess for trials
         assert reply.status_code == 200, reply.text
-    large = [{"role": "user", "content": "hello"}] * 300  # and one for large bodies
+    large = [{"role": "user", "content": "hello"}] * 300  # and the one for large bodies
     assert ask(server.url, messages=large).status_code in (200, 400)
     before = descendants(server.process.pid)
     assert len(before) >= 3 and len(os.listdir(tmp_path)) == 1
@@ -54,7 +54,7 @@ def test_a_killed_supervisor_leaves_nothing(
 
 
 def test_a_supervisor_that_is_killed_while_starting_leaves_nothing(tmp_path: Path) -> None:
-    """At a time when the engine has come to no line of ours, and the API process is being born."""
+    """The supervisor is killed before the engine has run our code, while the API process starts."""
     process = subprocess.Popen(
         [*SERVE, *FAST, "--port", "0"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""`parallel.ep: 2` by data on a CPU: two processes, the text of one over HTTP, and their ends."""
+"""`parallel.ep: 2` with data parallelism on a CPU: the text of one process, and shutdown."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def two(recipe: Path) -> Iterator[Server]:
 
 
 def texts(server: Server) -> list[str]:
-    """What is answered to many at a time, more than there are slots."""
+    """Return the answers to concurrent requests, which outnumber the slots."""
     with httpx.Client(timeout=60) as client, ThreadPoolExecutor(len(ASKS)) as pool:
         answers = list(
             pool.map(lambda ask: client.post(f"{server.url}/v1/chat/completions", json=ask), ASKS)
@@ -68,7 +68,7 @@ def test_two_lanes_serve_what_one_engine_does(recipe: Path, two: Server) -> None
     rank, children = pid_of(two, "nanovllm-rank1"), two.children()
     used = cpu_ticks(rank)
     time.sleep(1)
-    assert cpu_ticks(rank) - used <= 2  # an idle engine spins nowhere
+    assert cpu_ticks(rank) - used <= 2  # an idle engine does not spin
     assert two.stop() == 0
     all_leave(children)
 
@@ -86,7 +86,7 @@ def test_drafts_do_not_change_it(recipe: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("name", ["nanovllm-engine", "nanovllm-rank1"])
 def test_a_lost_lane_ends_streams_and_server(two: Server, name: str, number: int) -> None:
-    """Also the streams of the other lane, which cannot go on without its experts."""
+    """The streams of both lanes end, since neither can continue without the other's experts."""
     children = two.children()
     ask = asked("Count.", temperature=0, max_tokens=1400, stream=True)
     chat = two.client().chat.completions

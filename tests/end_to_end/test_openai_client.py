@@ -1,4 +1,4 @@
-"""What the official openai client and bare HTTP get from the demo model."""
+"""Responses of the demo model to the official openai client and to bare HTTP."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_async_whole_and_streamed(server: Server) -> None:
 
 
 def assembled(chunks: openai.Stream[Any]) -> dict[str, Any]:
-    """The message that a stream's deltas are parts of, as a client has to put it together."""
+    """Return the message that a stream's deltas form, joined as a client must do it."""
     message: dict[str, Any] = {"role": "assistant", "content": "", "reasoning": ""}
     calls: list[dict[str, Any]] = []
     for chunk in chunks:
@@ -134,7 +134,7 @@ def test_parsed_calls_of_a_strict_tool(client: openai.OpenAI) -> None:
 
 
 def test_what_zod_writes_is_enforced(client: openai.OpenAI) -> None:
-    """In draft 7, as the AI SDK asks for: bounds of integers, patterns beside formats, tuples."""
+    """Schemas of Zod (draft 7, from the AI SDK): integer bounds, patterns with formats, tuples."""
     date, size = r"^(?:\d{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12]\d|3[01]))$", 2**53 - 1
     text, whole = {"type": "string"}, {"type": "integer", "minimum": -size, "maximum": size}
     pair = {"type": "array", "items": [{"type": "boolean"}, whole], "additionalItems": False}

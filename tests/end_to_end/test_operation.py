@@ -1,4 +1,4 @@
-"""`nanovllm serve` through an operator's night: signals, deaths, readers of its log, full disks."""
+"""`nanovllm serve` in operation: signals, crashes, readers of its log, full disks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SERVE = [sys.executable, "-m", "nanovllm", "serve"]
 
 @contextmanager
 def served(port: int, *arguments: str, **how: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A server whose output is not read, until the block ends."""
+    """Yield a server whose output is not read. It ends with the block."""
     command = [*SERVE, "--port", str(port), *FAST, *arguments]
     process = subprocess.Popen(command, cwd=ROOT, **how)
     try:
@@ -64,7 +64,7 @@ def all_leave(server: Server, before: dict[int, str]) -> None:
     eventually(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in before), 15)
 
 
-# -- whoever reads the log ---------------------------------------------------------------------
+# -- readers of the log ------------------------------------------------------------------------
 
 
 @contextmanager
@@ -143,8 +143,10 @@ def test_a_signal_while_starting_ends_the_start() -> None:
 def test_a_signal_to_all_processes_ends_the_start_without_a_word(
     number: int, num_born: int
 ) -> None:
-    """As a terminal's Ctrl-C and a service manager's stop are: at a time when the youngest child
-    has not come to any line of ours."""
+    """Ctrl-C in a terminal, or a service manager, signals all processes.
+
+    At that time the youngest child has not run any of our code.
+    """
     process = subprocess.Popen(
         [*SERVE, *FAST, "--port", "0"],
         cwd=ROOT,
@@ -155,7 +157,7 @@ def test_a_signal_to_all_processes_ends_the_start_without_a_word(
     )
     born = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     eventually(lambda: len(born.read_text().split()) >= num_born, 30)
-    time.sleep(0.02)  # it is Python by now
+    time.sleep(0.02)  # it runs Python by now
     os.killpg(process.pid, number)
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 0, output
@@ -204,7 +206,7 @@ def test_who_ended_while_starting_is_named_too() -> None:
 
 
 class Deaf:
-    """A process that ends when it is killed alone."""
+    """A process that ignores SIGTERM and ends when it is killed."""
 
     exitcode: int | None = None
 
@@ -237,8 +239,7 @@ def test_nobody_waits_for_requests_that_no_engine_is_left_for(
 
 
 def test_connections_beyond_a_shells_usual_limit_of_descriptors() -> None:
-    """Who comes behind as many idle ones as the shell lets a process open is answered all the
-    same."""
+    """Connections beyond the shell's soft limit of descriptors are answered."""
     limit, (_, most) = 64, resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def few() -> None:
@@ -267,7 +268,7 @@ def refused(*arguments: str, **how: Any) -> str:
 
 def test_a_full_disk_at_start_is_one_line() -> None:
     def no_room() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # a byte in a file is one too many
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no file may have a byte
 
     line = refused(*FAST, "--port", "0", preexec_fn=no_room)
     assert line.startswith("error: no folder for the engine's socket (TMPDIR): ")
@@ -301,7 +302,7 @@ def fails(word: launch.Word, config: object, is_ready: bool) -> None:
 def test_what_nobody_foresaw_is_a_record_and_names_its_process(
     is_ready: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Before it is ready the supervisor hears why, in one line, and need not guess who it was."""
+    """Before a process is ready, the supervisor gets its error as one line with its name."""
     config = load_config(None, ["server.log_format=json"])
     rank = launch.spawn("nanovllm-rank1", config, fails, is_ready)
     if is_ready:
@@ -373,7 +374,7 @@ def test_ipv6_addresses_stand_in_brackets() -> None:
     assert launch.url_of("0.0.0.0", 80) == "http://0.0.0.0:80"
 
 
-# -- what a start says, and what it serves -----------------------------------------------------
+# -- start-up messages, and the running server -------------------------------------------------
 
 
 def test_the_first_line_waits_for_no_heavy_import() -> None:
@@ -386,7 +387,7 @@ def test_the_first_line_waits_for_no_heavy_import() -> None:
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[tuple[str, list[dict[str, Any]], subprocess.Popen[str]]]:
-    """A demo whose cache is smaller than its context, logging JSON: URL, lines so far, process."""
+    """Yield a demo with a cache below its context and a JSON log: URL, lines so far, process."""
     command = [*SERVE, "--port", "0", "--set", "cache.cpu_gib=0.01", "--log-format", "json"]
     environment = {**os.environ, "NANOVLLM_API_KEY": "of-the-night"}
     process = subprocess.Popen(

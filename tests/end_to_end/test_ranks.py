@@ -1,4 +1,4 @@
-"""`nanovllm serve --tp 2` on a CPU: two processes, the text of one, and their ends."""
+"""`nanovllm serve --tp 2` on a CPU: the text of one process, and shutdown."""
 
 from __future__ import annotations
 
@@ -56,21 +56,21 @@ def test_two_ranks_serve_what_one_does() -> None:
     rank = pid_of(server, "nanovllm-rank1")
     used = cpu_ticks(rank)
     time.sleep(1)
-    assert cpu_ticks(rank) - used <= 2  # an idle engine spins nowhere
+    assert cpu_ticks(rank) - used <= 2  # an idle engine does not spin
     assert server.stop() == 0
     all_leave(children)
 
 
 @pytest.fixture
 def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a server makes a folder of its own, for its socket."""
+    """Return the folder in which a server creates its own, for its socket."""
     path = tmp_path_factory.mktemp("tmp")
     monkeypatch.setenv("TMPDIR", str(path))
     return path
 
 
 class Lossy:
-    """A server that loses a rank, and must be gone without a trace soon after."""
+    """A server that loses a rank, and must then exit soon without leaving anything."""
 
     def __init__(self, tp: int, folder: Path) -> None:
         self.folder = folder
@@ -108,7 +108,7 @@ class Lossy:
 )
 def test_a_lost_rank_ends_streams_and_server(tp: int, name: str, number: int, folder: Path) -> None:
     lossy = Lossy(tp, folder)
-    with lossy.stream(), lossy.stream() as stream:  # nobody reads the first one
+    with lossy.stream(), lossy.stream() as stream:  # the first one is not read
         with pytest.raises(openai.APIError):
             for at, _ in enumerate(stream):
                 if at == 3:
@@ -127,7 +127,7 @@ def test_a_lost_rank_of_an_idle_server_ends_it(name: str, number: int, folder: P
 
 
 def test_a_machine_that_slept_has_lost_no_rank() -> None:
-    """All processes stop, then the supervisor alone: longer than a rank may be silent."""
+    """Pausing all processes, or only the supervisor, beyond the rank timeout loses no rank."""
     server = start(*CPU, "--tp", "2")
     supervisor = server.process.pid
     for pids in ([*server.children(), supervisor], [supervisor]):
@@ -156,7 +156,7 @@ def test_a_rank_that_is_lost_while_requests_finish_ends_them(folder: Path) -> No
     ("tp", "name"), [(2, "nanovllm-rank1"), (2, "nanovllm-engine"), (1, "nanovllm-engine")]
 )
 def test_a_hung_process_beside_a_sigterm_is_no_clean_end(tp: int, name: str, folder: Path) -> None:
-    """Nobody waits for an answer, and the signal comes before anybody could miss the process."""
+    """A rank that hangs at SIGTERM, with no request open and before the timeout, is an error."""
     lossy = Lossy(tp, folder)
     lossy.lose(name, signal.SIGSTOP)
     lossy.server.process.terminate()
@@ -166,7 +166,7 @@ def test_a_hung_process_beside_a_sigterm_is_no_clean_end(tp: int, name: str, fol
 
 
 def refused(*arguments: str) -> tuple[str, str]:
-    """The one line that a start ends with, and what was logged before."""
+    """Return the one line of a failed start, and the log before it."""
     command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert run.returncode == 2, run.stdout + run.stderr
@@ -191,7 +191,7 @@ def refused(*arguments: str) -> tuple[str, str]:
     ],
 )
 def test_what_cannot_be_served_is_one_line(arguments: tuple[str, ...], said: str) -> None:
-    """Before anything is loaded; what config.json says, before there is any process."""
+    """Settings fail before loading; errors in config.json fail before any process starts."""
     line, logged = refused(*arguments)
     assert line.startswith(f"error: {said}"), line
     assert "loading" not in logged
@@ -199,7 +199,7 @@ def test_what_cannot_be_served_is_one_line(arguments: tuple[str, ...], said: str
 
 
 def test_a_checkpoint_that_ends_early_is_one_line(tmp_path: Path) -> None:
-    """Whichever rank finds it first."""
+    """The rank that finds it first reports the file."""
     for file in DEMO.iterdir():
         if file.is_file():
             (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -212,14 +212,14 @@ def test_a_checkpoint_that_ends_early_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_ends_while_loading_is_one_line_though_another_hangs(folder: Path) -> None:
-    """Rank 0 is stopped in place of one that hangs in a collective."""
+    """Rank 0 is stopped, as if it hung in a collective."""
     command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *CPU, "--tp", "2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     server = Server(process, "")
     names = ("nanovllm-engine", "nanovllm-rank1")
 
     def have_names() -> bool:
-        """Once they have, they leave with their supervisor."""
+        """Return True if the processes have names. From then on they exit with their supervisor."""
         pids = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         return {*names} <= {Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids}
 
@@ -238,7 +238,7 @@ def test_a_rank_that_ends_while_loading_is_one_line_though_another_hangs(folder:
 def test_a_rank_that_stops_while_loading_ends_the_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within STOPPED_S of turns, and some seconds for what else there is to end."""
+    """It takes STOPPED_S for turns, and some seconds to end the other processes."""
     command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *CPU, "--tp", "2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     server = Server(process, "")
@@ -259,7 +259,7 @@ def test_a_rank_that_stops_while_loading_ends_the_start(
 
 
 def test_a_rank_that_was_ready_and_died_is_not_waited_for() -> None:
-    """Rank 0 still loads, and would wait for it for ever."""
+    """Rank 0 is still loading, and would wait for the other forever."""
     (loading, theirs), (was_ready, own) = Pipe(), Pipe()
     rank0: Any = SimpleNamespace(name="nanovllm-engine", exitcode=None)
     rank1: Any = SimpleNamespace(name="nanovllm-rank1", exitcode=-9)

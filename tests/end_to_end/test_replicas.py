@@ -1,4 +1,4 @@
-"""`nanovllm serve --dp 2`: engines behind one server, and what one's end is to the others."""
+"""`nanovllm serve --dp 2`: several engines in one server, and the loss of one."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_two_engines_say_what_one_says() -> None:
 
 
 def engines_of(server: Server, prefix: str = "nanovllm-engine") -> list[int]:
-    """The ids of the processes that are named so, oldest first."""
+    """Return the ids of the processes whose names begin with `prefix`, oldest first."""
     names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in server.children()}
     return sorted(pid for pid, name in names.items() if name.startswith(prefix))
 
@@ -86,7 +86,7 @@ def up(server: Server) -> dict[str, float]:
 
 
 def num_running(server: Server) -> set[float]:
-    """Requests on each engine."""
+    """Return the numbers of requests on the engines."""
     return set(gained(server, "vllm:num_requests_running", "engine").values())
 
 
@@ -97,7 +97,10 @@ def health(server: Server) -> int:
 async def streams(
     server: Server, count: int, kill: int, num_tokens: int, number: int = signal.SIGKILL
 ) -> list[int | str]:
-    """Of each stream the tokens, or the error that ended it. Kills once all have begun."""
+    """Return the tokens of each stream, or the error that ended it.
+
+    Process `kill` gets the signal once all streams have begun.
+    """
     begun = 0
     async with server.async_client() as client:
 
@@ -164,7 +167,7 @@ def test_while_one_is_away_the_other_has_all(paper: Server) -> None:
 
 
 def test_metrics_are_those_of_all_api_processes_whichever_answers(paper: Server) -> None:
-    """Every scrape opens a connection of its own, which any of them takes."""
+    """Every scrape opens a new connection, which either process may accept."""
     name = "vllm:request_success_total"
 
     def finished() -> float:
@@ -178,14 +181,14 @@ def test_metrics_are_those_of_all_api_processes_whichever_answers(paper: Server)
 
 
 def test_counts_survive_the_api_process_that_counted_them(paper: Server) -> None:
-    """Prometheus takes a counter that falls for one that began anew, and adds all of it again."""
+    """Counts do not fall when a process restarts: Prometheus would add all of them again."""
     name = "vllm:request_success_total"
 
     def finished() -> float:
         return sum(by_label(samples_of(httpx.get(f"{paper.url}/metrics").text), name).values())
 
     asyncio.run(texts(paper, 24, max_tokens=2))
-    assert [finished() for _ in range(10)] == [24] * 10  # both have been asked by the other
+    assert [finished() for _ in range(10)] == [24] * 10  # each has received the other's counts
     for at in range(2):
         os.kill(engines_of(paper, f"nanovllm-api{at}")[0], signal.SIGKILL)
         eventually(lambda at=at: logged(paper, f"nanovllm-api{at} is ready again"), 60)
@@ -199,7 +202,7 @@ def test_without_any_engine_health_says_so_until_one_is_back() -> None:
     children = set(server.children())
     try:
         engines = engines_of(server)
-        os.kill(server.process.pid, signal.SIGSTOP)  # nothing is started again yet
+        os.kill(server.process.pid, signal.SIGSTOP)  # nothing is restarted yet
         for pid in engines:
             os.kill(pid, signal.SIGKILL)
         eventually(lambda: health(server) == 503, 5)
@@ -225,7 +228,7 @@ def test_without_any_engine_health_says_so_until_one_is_back() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a server makes the folder of its sockets."""
+    """Return the folder in which a server creates that of its sockets."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     return tmp_path
 
@@ -235,14 +238,14 @@ def logged(server: Server, text: str) -> bool:
 
 
 def test_a_cleaned_folder_of_sockets_is_no_loss(folder: Path, paper: Server) -> None:
-    """An engine and an API process that are started afterwards find all others."""
+    """An engine and an API process that restart afterwards find all others."""
     (sockets,) = folder.iterdir()
     shutil.rmtree(sockets)
     os.kill(engines_of(paper)[0], signal.SIGKILL)
     os.kill(engines_of(paper, "nanovllm-api0")[0], signal.SIGKILL)
     eventually(lambda: logged(paper, "nanovllm-engine.0 is ready again"), 60)
     eventually(lambda: logged(paper, "nanovllm-api0 is ready again"), 60)
-    for _ in range(5):  # whichever API process answers
+    for _ in range(5):  # of either API process
         eventually(lambda: up(paper) == {"0": 1, "1": 1}, 30)
     assert len(asyncio.run(texts(paper, 16, max_tokens=2))) == 16
     assert sockets.stat().st_mode & 0o777 == 0o700
@@ -281,7 +284,7 @@ def test_a_hung_engine_ends_its_streams_and_is_replaced() -> None:
 
 
 def test_a_lost_api_process_ends_its_streams_only_and_comes_back(paper: Server) -> None:
-    """The engines stay, and drop the requests that were its own."""
+    """The engines stay, and drop the requests of the lost process."""
     engines = engines_of(paper)
     lost = engines_of(paper, "nanovllm-api1")[0]
     ends = asyncio.run(streams(paper, 16, lost, 1000))
@@ -318,11 +321,11 @@ def test_one_lost_api_process_comes_back_to_the_engine_that_stayed() -> None:
 
 
 def test_a_restarted_api_process_serves_while_an_engine_is_away(paper: Server) -> None:
-    """It waits for one engine, and takes the other when that is back."""
+    """It waits for one engine, and connects to the other once that is back."""
     (sockets,) = {Path(line.split()[-1]).parent for line in unix_sockets(paper)}
     first = engines_of(paper)[0]
     sockets.joinpath("0.sock").unlink()
-    sockets.joinpath("0.sock").mkdir()  # no later life of engine 0 can begin
+    sockets.joinpath("0.sock").mkdir()  # engine 0 cannot restart
     os.kill(first, signal.SIGKILL)
     eventually(lambda: logged(paper, "nanovllm-engine.0 cannot be started: "), 30)
     os.kill(engines_of(paper, "nanovllm-api0")[0], signal.SIGKILL)
@@ -337,7 +340,7 @@ def test_a_restarted_api_process_serves_while_an_engine_is_away(paper: Server) -
 
 
 def unix_sockets(server: Server) -> list[str]:
-    """Return the lines of /proc/net/unix about its engines' sockets."""
+    """Return the lines of /proc/net/unix for the sockets of the server's engines."""
     inodes = set()
     for pid in engines_of(server):
         for link in Path(f"/proc/{pid}/fd").iterdir():

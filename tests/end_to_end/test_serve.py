@@ -23,7 +23,7 @@ QUESTION = [{"role": "user", "content": "What is nanovllm, and how do I serve a 
 
 
 def refuse(*arguments: str) -> str:
-    """Start a server that must refuse: its only line, with exit code 2."""
+    """Start a server that must refuse with exit code 2, and return its only line."""
     command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 2, run.stdout + run.stderr
@@ -56,7 +56,7 @@ def test_streaming_and_not_give_the_same_text(client: openai.OpenAI) -> None:
     assert text == whole.choices[0].message.content
     assert usage is not None and whole.usage is not None
     assert usage.completion_tokens == whole.usage.completion_tokens <= 30
-    assert usage.prompt_tokens_details.cached_tokens > 0  # the second request found the first's
+    assert usage.prompt_tokens_details.cached_tokens > 0  # the first request's pages
     assert client.models.list().data[0].id == "demo"
 
 
@@ -127,7 +127,7 @@ def is_alive(pid: int) -> bool:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return stat.rpartition(")")[2].split()[0] != "Z"  # a zombie only waits to be read
+    return stat.rpartition(")")[2].split()[0] != "Z"  # a zombie only waits for its parent
 
 
 def test_a_killed_supervisor_leaves_no_orphans() -> None:

@@ -1,5 +1,6 @@
-"""Recurrent states in bfloat16: half the bytes, what that costs in log-probabilities, and the same
-text however requests are batched as long as prompts are cut alike.
+"""Recurrent states in bfloat16: half the bytes, a bounded loss, and stable text.
+
+The text does not depend on batching as long as prompts are cut alike.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def test_batching_changes_no_text(tiny: Config) -> None:
     ids=["chunks", "preemption", "drafts"],
 )
 def test_other_cuts_round_elsewhere(tiny: Config, sizes: dict[str, object]) -> None:
-    """So texts may part from those of float32 at some token, and seldom do."""
+    """Other cuts may change the text at some token, compared with float32, but seldom do."""
     exact, short = texts(tiny, dtype="float32"), texts(tiny, **sizes)
     same = [
         a == b for ours, theirs in zip(short, exact, strict=True)
@@ -84,7 +85,7 @@ def test_a_recurrence_has_half_the_bytes(tiny: Config) -> None:
     assert group is not None and planned[1].state == replace(group, recurrent_bytes=2)
     elements = len(group.layers) * group.heads * group.key_size * group.value_size
     assert planned[0].bytes_per_state - planned[1].bytes_per_state == 2 * elements
-    for tensor, layout in zip(rows, planned, strict=True):  # up to where a row is aligned
+    for tensor, layout in zip(rows, planned, strict=True):  # up to the alignment of a row
         assert 0 <= tensor[0].nbytes - layout.bytes_per_state < 128
 
 
@@ -98,8 +99,10 @@ def test_a_model_without_states_refuses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_next 4 values a key, tied"])
 def test_the_loss_in_log_probabilities_is_bounded(name: str, tmp_path: Path) -> None:
-    """Token by token, so that all are rounded: 0.0009 on average and 0.045 at most, of numbers that
-    vary by 1.6."""
+    """The loss in log-probabilities, which vary by 1.6, is 0.0009 on average and 0.045 at most.
+
+    Tokens are fed one by one, so that every state is rounded.
+    """
     family, overrides = CASES[name]
     make_tiny(tmp_path, family, **overrides)
     model, schedule = load(tmp_path), SCHEDULES["token by token"]

@@ -1,4 +1,4 @@
-"""The end of a server by SIGTERM: answers may finish, and the log counts those that were cut."""
+"""SIGTERM to a server: answers may finish, and the log counts those that were cut off."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_answers_may_finish_for_a_minute_unless_the_recipe_says_less() -> None:
 
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_the_log_counts_the_answers_that_were_cut(is_cut: bool) -> None:
-    """Two streams take a second, two others longer than the server waits for them."""
+    """Two streams take a second, two others longer than the server's time to shut down."""
     more = ("--set", "server.shutdown_s=4") if is_cut else ()
     server = start("paper", "--set", "paper.tokens_per_s=20", *more)
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The soak itself, for seconds: a good server passes, an answer that changes does not."""
+"""The soak test itself, for seconds: it passes a good server and fails a changed answer."""
 
 from __future__ import annotations
 

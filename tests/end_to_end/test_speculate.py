@@ -1,4 +1,4 @@
-"""Drafts of prompt lookup change no answer, whatever follows a grammar, and are counted."""
+"""Drafts of prompt lookup are counted and change no answer, with grammars or without."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def drafting() -> Iterator[Server]:
 
 
 def questions() -> list[dict[str, Any]]:
-    """Half of them follow a grammar; some think first, some for a budget of tokens."""
+    """Return requests. Half of them follow a grammar; some have reasoning, some with a budget."""
     found = [structured("demo", number, turn) for number in range(0, 100, 12) for turn in range(2)]
     for seed in range(4):
         some = {"seed": seed, "temperature": 0.4 * seed, "max_tokens": 120}
@@ -46,7 +46,7 @@ def questions() -> list[dict[str, Any]]:
 
 
 def told(server: Server, bodies: list[dict[str, Any]]) -> list[list[Any]]:
-    """What a client sees of the answers."""
+    """Return the client's view of the answers."""
 
     async def one(http: httpx.AsyncClient, turn: asyncio.Semaphore, body: object) -> list[Any]:
         async with turn:

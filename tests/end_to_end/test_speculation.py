@@ -1,4 +1,4 @@
-"""The same text with drafts and without, for every wish, however a whole engine batches it."""
+"""The text is the same with drafts and without, for every option, in any batching."""
 
 from __future__ import annotations
 

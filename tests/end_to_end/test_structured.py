@@ -58,7 +58,7 @@ def test_reasoning_then_json(client) -> None:
         assert isinstance(json.loads(message.content), dict)
         assert message.reasoning
         used = made.usage.completion_tokens_details.reasoning_tokens
-        assert used > 5 if budget is None else used <= 6  # with the marker, and what follows it
+        assert used > 5 if budget is None else used <= 6  # with the marker and the text after it
 
 
 @pytest.mark.parametrize("name", [None, "get_time"])
@@ -146,7 +146,7 @@ def test_a_slice_of_the_acceptance_run(server) -> None:
 
 
 def test_heavy_grammars_whose_clients_leave_hold_nobody(server) -> None:
-    """12 grammars of a minute each; and nothing of them stays."""
+    """12 grammars of a minute each delay no request, and leave nothing."""
     branches = [" | ".join(f'[a-z]{{1,{i + 1}}} "{i}-{n}"' for i in range(900)) for n in range(12)]
 
     def body(**structure):
@@ -171,7 +171,7 @@ def test_heavy_grammars_whose_clients_leave_hold_nobody(server) -> None:
 
     server.client().chat.completions.create(
         **asked(ADA, extra_body={"structured_outputs": {"choice": ["first"]}})
-    )  # what starts with the first grammar has started
+    )  # starts everything that starts with the first grammar
     threads = num_threads(server)
     assert asyncio.run(everyone()) < 3
     assert server.metric("nanovllm:grammar_compilations_waiting") == 0
@@ -187,7 +187,7 @@ def num_threads(server) -> int:
 
 
 def num_compiling(server) -> int:
-    """The forks of the engine's only child."""
+    """Return the number of forks of the engine's only child."""
     (trials,) = children_of(server.engine_pid())
     return len(children_of(trials))
 

@@ -1,8 +1,7 @@
-"""An engine without a model: it speaks the wire protocol and answers with the prompt's last words.
+"""Engine without a model. It speaks the wire protocol and returns the prompt's last words.
 
-Each request's output is the text of its last user message, then the end token; so every stream
-has its own right answer, however many run at once. Attributes change what it does, from any
-thread, between requests.
+A request's output is the text of its last user message, then the end token, so every stream has its
+own expected answer. Attributes change the behaviour between requests, from any thread.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ READY = Ready(
     num_slots=256,
 )
 NO_STEPS = Steps(1.0, 0, 0, [], b"", [], 0, 64, 0)
-FILLER = "x"  # what follows the end token when it does not end the request
+FILLER = "x"  # follows the end token if that does not end the request
 
 
 @dataclass(eq=False)
@@ -62,16 +61,16 @@ class FakeEngine:
     path: str
     tokenizer: Tokenizer
     tokens_per_step: int = 1
-    ragged: tuple[int, ...] = ()  # instead: of each request's steps in turn, over and over
+    ragged: tuple[int, ...] = ()  # instead: tokens of each request's steps in turn, repeated
     step_s: float = 0.0
     num_cached: int = 0
-    refuse: Refusal | None = None  # its kind and message, for every request from now on
-    answer: str | None = None  # instead of the last user message
-    answer_ids: list[int] | None = None  # the same, as ids, with no end token after them
-    corrupt_after: int = -1  # a request with so many tokens ends with an error
+    refuse: Refusal | None = None  # refuses every request from now on with this kind and message
+    answer: str | None = None  # replaces the last user message
+    answer_ids: list[int] | None = None  # the same as ids, with no end token after them
+    corrupt_after: int = -1  # a request with this number of tokens ends with an error
     steps: Steps = NO_STEPS  # answers every look
     experts: ExpertLoad | None = None
-    is_stuck: bool = False  # start requests, but never give them a token
+    is_stuck: bool = False  # starts requests, but never sends a token
     generates: list[Generate] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
     running: dict[int, Running] = field(default_factory=dict)
@@ -93,7 +92,7 @@ class FakeEngine:
         is_up.wait()
 
     def reset(self) -> None:
-        """As it was made, and nothing running."""
+        """Restore the initial state, with no request running."""
         fresh = FakeEngine(self.path, self.tokenizer)
         for name in ("tokens_per_step", "step_s", "num_cached", "refuse", "answer", "answer_ids"):
             setattr(self, name, getattr(fresh, name))

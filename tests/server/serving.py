@@ -23,7 +23,7 @@ from nanovllm.config import DEMO, Config, load_config
 from nanovllm.server.main import run
 from tests.server.fake_engine import FakeEngine
 
-JSON = {"Content-Type": "application/json"}  # with a body that is not given as `json=`
+JSON = {"Content-Type": "application/json"}  # headers for a body that is not given as `json=`
 
 
 class Api:
@@ -38,7 +38,7 @@ class Api:
         return self.http.post("/v1/chat/completions", json=body(text, **more))
 
     def events(self, text: str = "hello", **more: Any) -> list[Any]:
-        """The objects of a stream, [DONE] included."""
+        """Return the objects of a stream, [DONE] included."""
         response = self.chat(text, stream=True, **more)
         assert response.headers["content-type"].startswith("text/event-stream"), response.text
         return parsed_events(response.text)

@@ -1,4 +1,4 @@
-"""Pages that may use the server, by the headers Host and Origin, over real HTTP and by itself."""
+"""Access of web pages by the headers Host and Origin, over real HTTP and by itself."""
 
 from __future__ import annotations
 
@@ -89,7 +89,10 @@ def test_a_client_of_http_1_0_may_leave_it_out(api) -> None:
 
 
 def test_the_target_counts_more_than_the_header(api) -> None:
-    """RFC 9112, 3.2.2: of `GET http://name/`, the header Host is ignored."""
+    """The header Host is ignored for `GET http:
+
+    name/` (RFC 9112, 3.2.2).
+    """
     for target, host, status in (
         ("http://rebind.test/health", "localhost", 403),
         ("http://[::1]:8000/health", "rebind.test", 200),
@@ -169,7 +172,7 @@ def test_clients_without_an_origin_and_the_own_page_pass(api) -> None:
 
 
 def checked(headers: dict[str, str], *settings: str, bound: str = "127.0.0.1") -> str:
-    """Return the code of the refusal, or what pages may read of the answer."""
+    """Return the code of the refusal, or the value of Access-Control-Allow-Origin."""
     server = load_config(None, [f"server.{one}" for one in settings]).recipe.server
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     access, scope = Access(server, bound), {"path": "/v1/models", "headers": raw}

@@ -1,4 +1,4 @@
-"""Routes, refusals, keys and ids: the HTTP around chat, over real HTTP."""
+"""Routes, refusals, keys and ids around chat, over real HTTP."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_body_says_that_it_is_json(api, kind, status) -> None:
 
 
 def test_a_body_without_a_type_is_refused(api) -> None:
-    """A page may send it to any origin without permission."""
+    """A body without a content type is refused: a page may send it to any origin."""
     response = api.http.post(CHAT, content=json.dumps(body()).encode())
     assert response.status_code == 415 and api.engine.generates == []
     assert "must be application/json, not missing" in error(response)["message"]
@@ -361,7 +361,7 @@ def test_sigterm_waits_only_so_long(tmp_path) -> None:
             lines = response.iter_lines()
             events = []
             for line in lines:
-                api.process.terminate()  # again and again: the deadline is the first one's
+                api.process.terminate()  # repeated signals do not move the first one's deadline
                 if line:
                     events.append(line.removeprefix("data: "))
         assert events[-1] == "[DONE]"

@@ -1,4 +1,4 @@
-"""Tokens of the tokenizer that are beyond the model's vocabulary: refused by name, never a 500."""
+"""Tokens of the tokenizer outside the model's vocabulary are refused by name, never with a 500."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_every_field_that_names_one_is_refused(tmp_path, field, value, param) ->
 
 
 def test_a_marker_that_the_model_lacks_is_text_to_grammars(tmp_path) -> None:
-    """`</think>` is beyond: the grammar spells it instead of naming its id."""
+    """A grammar spells `</think>` if its id is outside the vocabulary."""
     model = served(tmp_path, IDS["</think>"])
     body = {"messages": [{"role": "user", "content": "x"}], "thinking_token_budget": 3}
     request = model.request(msgspec.json.encode(body))

@@ -1,4 +1,4 @@
-"""A session's answer does not depend on how its tokens are grouped, streamed or not."""
+"""A session's answer does not depend on the grouping of its tokens, streamed or not."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def opened(turn="", num_prompt=5, served=SERVED, **fields) -> ChatSession:
 
 
 def answered(steps, *, reason=FinishReason.STOP, **fields) -> ChatSession:
-    """A session whose only choice was given these token ids, one list a step."""
+    """Return a session whose only choice received these token ids, one list per step."""
     session = opened(**fields)
     (choice,) = session.choices
     for ids in steps:
@@ -71,7 +71,7 @@ def test_an_answer_that_the_engine_gave_up_is_a_500(stream) -> None:
 
 
 def message_of(session: ChatSession) -> dict[str, object]:
-    """The same for a whole answer and for a stream put together again."""
+    """Return the message, in the same form for a whole answer and for a joined stream."""
     if not session.request.stream:
         (choice,) = json.loads(session.body())["choices"]
         message = choice["message"]
@@ -198,7 +198,7 @@ def test_a_call_cut_by_the_limit_keeps_its_arguments_open(stream) -> None:
 @pytest.mark.parametrize(
     ("stop", "arguments", "reason"),
     [
-        ('"unit"', '{"city": "Paris", ', "stop"),  # as far as it was written, not closed
+        ('"unit"', '{"city": "Paris", ', "stop"),  # as written, not closed
         ("ris", '{"city": "Pa', "stop"),
         ("}", '{"city": "Paris", "unit": "c"', "stop"),
         ("</tool_call>", '{"city": "Paris", "unit": "c"}', "tool_calls"),

@@ -1,4 +1,4 @@
-"""What a client gets from /v1/chat/completions, over real HTTP."""
+"""Responses of /v1/chat/completions, over real HTTP."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_whole_answer(api) -> None:
         ],
         "usage": {
             "prompt_tokens": num_prompt,
-            "completion_tokens": num_out,  # the end token is one
+            "completion_tokens": num_out,  # includes the end token
             "total_tokens": num_prompt + num_out,
             "prompt_tokens_details": {"cached_tokens": 3},
             "completion_tokens_details": {"reasoning_tokens": 0},
@@ -158,7 +158,7 @@ def test_length_ends_an_answer(api) -> None:
 
 
 def test_n_choices_have_different_seeds_and_interleave(api) -> None:
-    api.engine.step_s = 0.02  # else the first may be done before the second is submitted
+    api.engine.step_s = 0.02  # otherwise the first may end before the second is submitted
     *chunks, _ = api.events("two answers please", n=2, seed=41)
     assert [sent.sampling.seed for sent in api.engine.generates] == [41, 42]
     assert len({sent.request_id for sent in api.engine.generates}) == 2
@@ -375,7 +375,7 @@ def test_a_client_that_leaves_is_aborted_at_once(api, stream) -> None:
 
 def test_a_client_that_reads_slowly_loses_nothing_and_holds_up_nobody(api) -> None:
     api.engine.answer = "word " * 200
-    # Less than server.max_unread_bytes, beyond which it would be dropped: test_slow_readers.py
+    # Less than server.max_unread_bytes, above which it would be dropped: test_slow_readers.py
     request = body(stream=True, n=8)
     with api.http.stream("POST", "/v1/chat/completions", json=request) as response:
         eventually(lambda: len(api.engine.generates) == 8)

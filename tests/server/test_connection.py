@@ -1,4 +1,4 @@
-"""What one connection may send and how long it may take, and that nothing of it stays behind."""
+"""Limits of a connection on bytes and time, and its removal afterwards."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def post(length: object = len(DATA), more: str = "") -> bytes:
 
 
 def received(sock: socket.socket) -> bytes:
-    """All until the server closes."""
+    """Return all bytes until the server closes."""
     parts = []
     with contextlib.suppress(ConnectionResetError):
         while part := sock.recv(65536):
@@ -59,7 +59,7 @@ def received(sock: socket.socket) -> bytes:
 
 
 def answers(sock: socket.socket, count: int = 1) -> bytes:
-    """So many responses, each of which says its length."""
+    """Return the bytes of `count` responses, which must have a content length."""
     data, end = b"", 0
     for _ in range(count):
         while not (head := re.match(rb".*?\r\n\r\n", data[end:], re.DOTALL)):
@@ -207,7 +207,7 @@ def test_idle_connections_are_kept_between_requests(limited) -> None:
 
 @pytest.mark.parametrize("is_half", [False, True])
 def test_who_closes_a_side_has_left(limited, is_half: bool) -> None:
-    """Whether the other side is open too nobody can tell before an answer is written."""
+    """A client that closes one side of the connection counts as disconnected."""
     limited.engine.reset()
     limited.engine.step_s = 0.1
     with connected(limited) as sock:
@@ -242,7 +242,7 @@ def test_requests_may_come_byte_by_byte_and_many_at_once(limited) -> None:
 
 
 def test_pipelined_requests_wait_outside(limited) -> None:
-    """While one runs, no more than a read's worth of others is taken."""
+    """While one request runs, at most one read's worth of further ones is taken."""
     limited.engine.reset()
     limited.engine.is_stuck = True
     with connected(limited) as sock:
@@ -258,7 +258,7 @@ def test_pipelined_requests_wait_outside(limited) -> None:
 
 
 def test_who_leaves_amid_pipelined_requests_leaves_nothing(limited) -> None:
-    """The request that is being answered is told, not only the last of those behind it."""
+    """A disconnect ends the request being answered, not only the last of the pipelined ones."""
     limited.engine.reset()
     limited.engine.step_s = 0.01
     before = tasks(limited)
@@ -274,7 +274,7 @@ def test_who_leaves_amid_pipelined_requests_leaves_nothing(limited) -> None:
 
 
 def tasks(api: Api) -> int:
-    """Of the API process's event loop; this question's own included."""
+    """Return the number of tasks in the API process's event loop, including this request's."""
     found = re.search(r"^nanovllm:asyncio_tasks\S* (\d+)$", api.http.get("/metrics").text, re.M)
     assert found
     return int(found[1])
@@ -284,7 +284,7 @@ def test_bodies_that_lie(limited) -> None:
     short = len(DATA) - 4
     for raw, expected in (
         (post(short) + DATA[:short], [400]),  # the JSON is cut off
-        (post(short) + DATA + get(b""), [400]),  # what follows is no request
+        (post(short) + DATA + get(b""), [400]),  # not followed by a request
         (post("12x") + DATA, [400]),
         (post(-5) + DATA, [400]),
         (post(None) + b"zz\r\n" + DATA, [400]),
@@ -326,7 +326,7 @@ def test_what_was_asked_before_rubbish_is_answered(limited) -> None:
 
 
 def test_an_offer_to_speak_otherwise_is_not_taken(limited) -> None:
-    """Some clients offer HTTP/2 so. The parser skips the body then, so we say what is wrong."""
+    """An upgrade is refused if a body follows, which the parser would skip, and else ignored."""
     offer = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAA\r\n"
     for more in (offer, offer.replace("h2c", "websocket")):
         with connected(limited) as sock:
@@ -342,7 +342,7 @@ def test_an_offer_to_speak_otherwise_is_not_taken(limited) -> None:
 
 
 def old(limited: Api, request: bytes) -> tuple[int, bytes, bytes]:
-    """A response to HTTP/1.0, whose end is the connection's: its status, headers and body."""
+    """Return status, headers and body of a response to HTTP/1.0, which ends with the connection."""
     with connected(limited) as sock:
         sock.sendall(request.replace(b" HTTP/1.1\r\n", b" HTTP/1.0\r\n", 1))
         data = received(sock)
@@ -353,7 +353,7 @@ def old(limited: Api, request: bytes) -> tuple[int, bytes, bytes]:
 
 @pytest.mark.parametrize("more", ["", "Connection: keep-alive\r\n"])
 def test_a_client_of_http_1_0_gets_no_chunks(limited, more) -> None:
-    """As ab is one, and nginx towards its upstreams unless told otherwise."""
+    """HTTP/1.0 clients, such as ab and nginx towards its upstreams, get no chunks."""
     asked = json.dumps(body("hello there", stream=True, n=2)).encode()
     status, _, rest = old(limited, post(len(asked), more) + asked)
     events = parsed_events(rest.decode())

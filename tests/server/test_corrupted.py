@@ -1,4 +1,4 @@
-"""An answer of numbers that are none ends with 500, or with an event that says so."""
+"""An answer with NaN logits ends with status 500, or with an error event in a stream."""
 
 from __future__ import annotations
 

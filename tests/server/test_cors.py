@@ -1,4 +1,4 @@
-"""Answers that pages of other origins may read, and the OPTIONS that browsers send before."""
+"""CORS headers of answers to pages of other origins, and the OPTIONS requests before them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def one(tmp_path_factory) -> Iterator[Api]:
 
 
 def asked_before(api: Api, origin: str, headers: str, **more: str) -> httpx.Response:
-    """Send what a browser sends before a page's request; it never adds the page's key."""
+    """Send the request that a browser sends before a page's own; it never has the page's key."""
     named = {"origin": origin, "access-control-request-method": "POST", **more}
     return api.http.options(CHAT, headers={**named, "access-control-request-headers": headers})
 
@@ -58,7 +58,7 @@ def test_answers_and_errors_may_be_read(api, stream: bool) -> None:
 def test_who_is_no_page_hears_nothing_of_it(api) -> None:
     answer = api.http.get("/health")
     assert not [name for name in answer.headers if name.startswith("access-control")]
-    plain = api.http.options(CHAT, headers={"origin": PAGE})  # asks for nothing
+    plain = api.http.options(CHAT, headers={"origin": PAGE})  # not a preflight request
     assert plain.status_code == 401 and plain.headers["access-control-allow-origin"] == "*"
 
 
@@ -78,7 +78,7 @@ LOOKS = ("/debug/steps", "/debug/experts", "/metrics", "/", "/page/main.js")
 
 @pytest.mark.parametrize("path", [*LOOKS, "/v1/models", "/health", "/ready", "/version"])
 def test_all_origins_may_use_the_api_and_not_look_at_the_server(api, path: str) -> None:
-    """A page that somebody happens to visit reads nothing of who else talks to their server."""
+    """A page of any origin may use the API, but not read metrics, steps or the page."""
     key = {"authorization": "Bearer secret"}
     answer = api.http.get(path, headers={"origin": PAGE, **key})
     asks = {"origin": PAGE, "access-control-request-method": "GET"}

@@ -1,4 +1,4 @@
-"""continuous_usage_stats: the count of a chunk is above that of the chunk before."""
+"""The counts of continuous_usage_stats rise with every chunk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def counts_of(session: ChatSession) -> list[int]:
 
 
 def fed(session: ChatSession, steps: list[list[list[int]]], reason=FinishReason.LENGTH) -> None:
-    """`steps`: what each choice gets in it; the last step ends them all, the last choice first."""
+    """Feed each step's tokens to the choices. The last step ends all, the last choice first."""
     for step in steps:
         for choice, ids in zip(session.choices, step, strict=True):
             if not choice.reason:
@@ -62,7 +62,7 @@ def check(session: ChatSession) -> None:
 @pytest.mark.parametrize("per_step", [1, 3])
 @pytest.mark.parametrize("ends", [True, False])
 def test_counts_rise_with_every_chunk(per_step, ends) -> None:
-    """Also where the last token says something and the limit ends it: one chunk has both."""
+    """A last token with text at the length limit shares its chunk with the end."""
     ids = TOKENIZER.encode("<think>hm, so</think>one two three four five six seven").ids
     ids = [*ids, END] if ends else ids
     steps = [[ids[at : at + per_step]] for at in range(0, len(ids), per_step)]

@@ -1,4 +1,4 @@
-"""GET /debug/steps in front of an engine that tells of steps as it is told to."""
+"""GET /debug/steps with an engine whose steps the test sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However ids and text are cut, the text is the tokenizer's own."""
+"""The text is the tokenizer's own, however ids and text are split."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZE = TOKENIZER.get_vocab_size()
 
 
 def pieces(items, data):
-    """The items in order, cut anywhere."""
+    """Return the items in order, split at random places."""
     cuts = sorted(data.draw(st.lists(st.integers(0, len(items)), max_size=8)))
     return [items[a:b] for a, b in zip([0, *cuts], [*cuts, len(items)], strict=True) if a < b]
 

@@ -1,4 +1,4 @@
-"""Refusals that are written before a large body was read, and clients that read them only then."""
+"""Refusals sent before a large body was read, to clients that read them only after sending it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def head(path: str = CHAT, method: str = "POST", **more: str | None) -> bytes:
 
 
 def received(sock: socket.socket) -> bytes:
-    """Return all until the server closes; a reset is an error."""
+    """Return all bytes until the server closes; a reset is an error."""
     parts = []
     while part := sock.recv(65536):
         parts.append(part)
@@ -112,7 +112,7 @@ def test_the_answer_comes_before_the_body_and_the_connection_ends_soon_after_it(
         begun = time.monotonic()
         answer = received(sock)  # the writing side is closed
         assert answer.startswith(b"HTTP/1.1 415 ") and time.monotonic() - begun < LINGER_S / 2
-        for _ in range(3):  # it still reads
+        for _ in range(3):  # the reading side is still open
             sock.sendall(PART)
             time.sleep(LINGER_S / 4)
         time.sleep(LINGER_S + 0.5)
@@ -124,7 +124,7 @@ def test_the_answer_comes_before_the_body_and_the_connection_ends_soon_after_it(
 
 @pytest.mark.parametrize("connection", ["close", None])
 def test_a_client_that_sends_on_and_on_is_cut_off(small, connection) -> None:
-    """Slowly, that it always gets some more time."""
+    """A client that keeps sending slowly is disconnected after MOST_LINGER_S."""
     begun = time.monotonic()
     with connected(small) as sock:
         sock.sendall(head("/nothing", connection=connection))

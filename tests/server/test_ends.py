@@ -1,4 +1,4 @@
-"""The tokens that end a text: from three files and the chat template, decided once."""
+"""Tokens that end a text, from three files and the chat template."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_file_that_names_one_counts(tmp_path, own, generation, settings, i
     ("template", "ids"),
     [
         (PLAIN, ()),
-        (PLAIN + "<|im_start|>bot", ()),  # always begins a turn; it ends none
+        (PLAIN + "<|im_start|>bot", ()),  # always begins a turn and ends none
         (
             "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\n{% endfor %}"
             "<|im_start|>assistant\n",
@@ -70,7 +70,7 @@ def test_every_file_that_names_one_counts(tmp_path, own, generation, settings, i
             "{% if loop.last %}<|endoftext|>{% else %}<|im_end|>{% endif %}{% endfor %}",
             (END, OVER),
         ),
-        # The next turn's beginning, without a gap, is what a model writes at a turn's end.
+        # Without a gap, a model writes the next turn's beginning at the end of its turn.
         ("{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}{% endfor %}", (START,)),
         ("{% for m in messages %}{{ m.content }}<think>{% endfor %}", ()),  # not special
         ("{% if messages[-1].role != 'user' %}{{ raise_exception('no') }}{% endif %}"

@@ -1,4 +1,4 @@
-"""One API process and several engines: where requests go, and one that comes back."""
+"""One API process with several engines: destinations of requests, and the return of an engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT = Prompt(list(range(100, 180)), "")  # 4 full pages of 16, and a rest
 
 
 class Notes:
-    """A sink, and the session that its request belongs to."""
+    """A sink, which also stands in for the session of its request."""
 
     def __init__(self) -> None:
         self.was_lost = self.is_started = False
@@ -74,7 +74,7 @@ def run(fakes: list[FakeEngine], main: Any) -> None:
         try:
             await main(engines)
         finally:
-            if isinstance(engines, Replicas):  # whoever connects again has a socket to close
+            if isinstance(engines, Replicas):  # a pending reconnect must close its socket
                 await asyncio.wait_for(asyncio.gather(*engines._connecting), 5)
             for client in engines.clients:
                 client._on_lost = lambda: None
@@ -97,7 +97,7 @@ def test_requests_in_flight_and_prefixes_decide(fakes: list[FakeEngine]) -> None
         here = at_of(engines, first)
         other = engines.route(request(), Prompt([7] * 80, ""))
         assert at_of(engines, other) == 1 - here and other.metrics is engines.metrics[1 - here]
-        # 64 cached tokens, of which one that is in flight shares half, outweigh one request of 20.
+        # 64 cached tokens, half shared with a request in flight, outweigh one request of 20.
         assert at_of(engines, engines.route(request(), PROMPT)) == here
         await eventually(lambda: sink.is_started)
         first.done(sink)  # type: ignore[arg-type]
@@ -110,14 +110,14 @@ def test_requests_in_flight_and_prefixes_decide(fakes: list[FakeEngine]) -> None
 
 
 def test_streams_end_with_the_word_that_an_engine_was_lost(fakes: list[FakeEngine]) -> None:
-    """Its end of the socket stays open here, as while a device takes its time to let go."""
+    """Streams end when an engine is reported lost, even if its socket stays open."""
 
     async def main(engines: Engines) -> None:
         sinks = [Notes(), Notes()]
         for at, sink in enumerate(sinks):
             send(Route(engines.clients[at], engines.metrics[at]), sink)
         before = engines.clients[1]
-        engines.end(1, before.ready_at)  # said of the one before it, and heard late
+        engines.end(1, before.ready_at)  # a late report about the engine before it
         await asyncio.sleep(0.05)
         assert not before.is_lost
         engines.end(1, time.monotonic())
@@ -133,7 +133,7 @@ def test_what_other_api_processes_sent_counts(fakes: list[FakeEngine]) -> None:
         for client, num_running in zip(engines.clients, (5, 3), strict=True):
             client._received([StepOutput(stats=Stats(num_running=num_running, num_waiting=1))])
         assert [engines._load(at) for at in range(2)] == [6, 4]
-        for _ in range(4):  # ours count at once, without being told of
+        for _ in range(4):  # our own requests count at once, without a report
             send(engines.route(request(), Prompt([1], "")), Notes())
         assert [engines._load(at) for at in range(2)] == [7, 7]
         engines.clients[1]._received([StepOutput(stats=Stats(num_running=3))])
@@ -143,7 +143,7 @@ def test_what_other_api_processes_sent_counts(fakes: list[FakeEngine]) -> None:
 
 
 class Clients:
-    """What four API processes know of two engines, whose streams of 256 tokens end together."""
+    """Views of two engines by four API processes, whose streams of 256 tokens end together."""
 
     def __init__(self) -> None:
         self.ends: list[list[tuple[int, int]]] = [[], []]  # of an engine: step, process
@@ -161,7 +161,7 @@ class Clients:
         self.ends[at].append((step + 256, process))
 
     def ended(self, step: int) -> list[int]:
-        """The processes of streams that end in this step."""
+        """Return the processes whose streams end in this step."""
         gone = []
         for at, ends in enumerate(self.ends):
             done = [process for end, process in ends if end == step]
@@ -172,7 +172,7 @@ class Clients:
         return gone
 
     def count(self) -> None:
-        """Stats come of both engines."""
+        """Update the stats of both engines in every process."""
         for view in self.views:
             for client, ends in zip(view, self.ends, strict=True):
                 client.stats = Stats(num_running=len(ends))
@@ -180,7 +180,7 @@ class Clients:
 
 
 def test_streams_that_end_together_spread_again() -> None:
-    """Counts come every 20 steps; what other processes do in between is guessed."""
+    """With counts every 20 steps, the estimate for other processes keeps the loads even."""
     world, due, most = Clients(), [(nth % 30, nth % 4) for nth in range(512)], 0
     for step in range(1500):
         due += [(step + 1, process) for process in world.ended(step)]
@@ -191,7 +191,7 @@ def test_streams_that_end_together_spread_again() -> None:
             due.remove((at, process))
         if step > 30:
             most = max(most, abs(len(world.ends[0]) - len(world.ends[1])))
-    assert most <= 16  # without the guess: over 250
+    assert most <= 16  # without the estimate: over 250
 
 
 def test_one_engine_that_goes_loses_its_requests_and_comes_back(fakes: list[FakeEngine]) -> None:
@@ -209,11 +209,11 @@ def test_one_engine_that_goes_loses_its_requests_and_comes_back(fakes: list[Fake
         assert engines.problem() is None
         assert [seen.stats is not None for seen in engines.seen()] == [False, True]
         assert {at_of(engines, engines.route(request(), PROMPT)) for _ in range(4)} == {1}
-        fakes[0].running.clear()  # as one that begins anew
+        fakes[0].running.clear()  # as after a restart
         Path(f"{path}-away").rename(path)
         await eventually(lambda: engines.clients[0] is not gone)
         assert [seen.stats is not None for seen in engines.seen()] == [True, True]
-        assert at_of(engines, engines.route(request(), PROMPT)) == 0  # which has nothing to do
+        assert at_of(engines, engines.route(request(), PROMPT)) == 0  # which is idle
         second = engines.clients[1]
         fakes[1].die()
         await eventually(lambda: second.is_lost and engines.clients[1] is not second)
@@ -233,9 +233,9 @@ def test_when_none_is_left_that_is_said(fakes: list[FakeEngine]) -> None:
         problem = engines.problem()
         assert problem is not None and problem.code == "stalled"
         lives = engines.clients[0]
-        again = engines.clients[0] = await EngineClient.connect(fakes[0].path)  # that is back
+        again = engines.clients[0] = await EngineClient.connect(fakes[0].path)  # after a reconnect
         again._received([Beat(30.0, 20.0)])
-        assert engines.route(request(), PROMPT).client is again  # which hangs, but is not gone
+        assert engines.route(request(), PROMPT).client is again  # which hangs but is not lost
         again.close()
         engines.clients[0] = lives
         engines.clients[1].is_lost = False

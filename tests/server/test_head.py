@@ -1,4 +1,4 @@
-"""Heads that RFC 9112 and RFC 9110 have refused, byte by byte, and those that must pass."""
+"""Heads that RFC 9112 and RFC 9110 require to be refused, as bytes, and valid ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHUNKS = b"%x\r\n%b\r\n0\r\n\r\n" % (len(DATA), DATA)
 
 
 def sent(api: Api, raw: bytes) -> bytes:
-    """Return all that comes until the server closes, which the last request must make it do."""
+    """Return all bytes until the server closes. The last request must cause it to."""
     with socket.create_connection(("127.0.0.1", httpx.URL(api.url).port), timeout=10) as sock:
         sock.sendall(raw)
         parts = []
@@ -125,7 +125,7 @@ def test_a_client_that_waits_for_a_word_gets_it(api, word) -> None:
 
 
 def test_a_client_that_waits_gets_a_refusal_instead(api) -> None:
-    """The connection ends, as what follows may be the body or another request."""
+    """A refusal closes the connection, since the next bytes may be the body or another request."""
     head = post(HOST, LENGTH, "Expect: 100-continue", data=b"")
     answer = sent(api, head.replace(CHAT.encode(), b"/nothing"))
     assert answer.startswith(b"HTTP/1.1 404 ") and b"connection: close" in answer

@@ -44,7 +44,7 @@ def test_waits_are_measured_until_the_time_is_over(api) -> None:
 
 
 def test_what_must_be_refused_is_and_with_the_right_status(api) -> None:
-    """All of it, at a server that answers `localhost` and pages of its own."""
+    """All of them, against a server that allows `localhost` and its own pages."""
     port = httpx.URL(api.url).port
     for raw, status in (*PAGES, *HEADS, *EARLY):
         with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:

@@ -1,4 +1,4 @@
-"""Prompts that can't fit are refused before they cost anything, large ones keep to themselves."""
+"""Prompts that cannot fit are refused at low cost, and large ones do not delay others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.server.test_chat import ENGINE
 
 CHAT = "/v1/chat/completions"
 DEMO_TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-# Unknown fields are ignored: they make a body large without making its prompt so.
+# Unknown fields are ignored: they make a body large, but not its prompt.
 PADDING = "x" * (LARGE_BYTES + 1000)
 
 
@@ -57,7 +57,7 @@ def api(large: Api) -> Api:
 
 
 def too_long(response: httpx.Response) -> int:
-    """The count of tokens that the refusal names."""
+    """Return the number of tokens in the refusal."""
     found = response.json()["error"]
     assert (response.status_code, found["code"]) == (400, "context_length_exceeded"), found
     assert found["param"] == "messages" and found["type"] == "invalid_request_error"
@@ -134,7 +134,7 @@ def test_many_messages_are_as_much_work_as_a_large_body(tmp_path) -> None:
 
 
 def test_small_requests_do_not_wait_for_large_ones(api) -> None:
-    """Bodies whose decoding and rendering take long, and such as would be tokenised for long."""
+    """Large bodies that are slow to decode, render or tokenise do not delay small requests."""
     many = [{"role": "user", "content": ""}] * 100_000
     heavy = [json.dumps(body("word " * 400_000)).encode(), json.dumps({"messages": many}).encode()]
     quiet = max(api.chat("quiet").elapsed.total_seconds() for _ in range(10))
@@ -156,7 +156,7 @@ def test_small_requests_do_not_wait_for_large_ones(api) -> None:
     for thread in threads:
         thread.join()
     assert set(answers) == {400}
-    assert sorted(times)[15] < quiet + 0.1 and max(times) < 5.0  # on two cores, beside the clients
+    assert sorted(times)[15] < quiet + 0.1 and max(times) < 5.0  # on two cores with the clients
 
 
 def test_who_leaves_the_queue_holds_no_place(api) -> None:
@@ -170,7 +170,7 @@ def test_who_leaves_the_queue_holds_no_place(api) -> None:
                 with pytest.raises(httpx.TimeoutException):
                     await http.post(CHAT, json=body(text), timeout=httpx.Timeout(9, read=0.001))
 
-    os.kill(pid, signal.SIGSTOP)  # nobody is answered before he leaves
+    os.kill(pid, signal.SIGSTOP)  # no answer comes before the client leaves
     try:
         asyncio.run(main())
         eventually(lambda: api.log().count("status=499") == before + 6)
@@ -182,7 +182,7 @@ def test_who_leaves_the_queue_holds_no_place(api) -> None:
 
 
 def test_the_process_is_replaced_when_it_ends(api) -> None:
-    """No request is lost for one that ended while nobody asked."""
+    """No request fails because the subprocess ended while idle."""
     (pid,) = large_processes(api)
     os.kill(pid, signal.SIGKILL)
     threads = Path(f"/proc/{pid}/task")  # it has ended with the last of them
@@ -248,7 +248,7 @@ def test_the_process_writes_the_log_as_the_recipe_says() -> None:
 
 
 def test_the_process_answers_in_msgpack() -> None:
-    """What renders an unknown checkpoint's template sends values, and no pickled code."""
+    """The subprocess answers with values, not with pickled code."""
     served = Served(load_config(None), ENGINE)
     wide = {"type": "integer", "maximum": 10**30}  # more than msgpack's integers hold
     given = body("hello", tools=[{"type": "function", "function": {"name": "f"}}], seed=7)
@@ -276,7 +276,7 @@ def test_large_bodies_share_a_room() -> None:
         all_of_it(3 * LARGE_BYTES)
 
 
-# -- how many tokens a text has at least ------------------------------------------------------
+# -- lower bounds of the number of tokens ---------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -304,7 +304,7 @@ def test_the_longest_token_of_the_demo() -> None:
 
 
 def test_long_texts_of_long_words_are_looked_at_only_in_part() -> None:
-    """Where size alone proves nothing, the beginning of a text does."""
+    """If the size proves nothing, the beginning of the text is enough."""
     tokenizer = byte_level()
     tokenizer.add_tokens(["z" * 4096])
     lengths = Lengths(tokenizer)
@@ -313,7 +313,7 @@ def test_long_texts_of_long_words_are_looked_at_only_in_part() -> None:
     assert 1000 <= least < 10_000
     with pytest.raises(ApiError, match=f"at least {least} tokens"):
         lengths.encode(text, 1000)
-    # One word of which nobody knows where it ends is read to its end.
+    # A word whose end is uncertain is read completely.
     assert lengths.at_least("a" * 100_000, 1000) == 0
     assert lengths.encode("z" * 4096 * 20, 1000) == [tokenizer.token_to_id("z" * 4096)] * 20
 

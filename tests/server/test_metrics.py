@@ -60,7 +60,7 @@ def seen(metrics: Metrics, model: str = "demo", stats: Stats = STATS) -> Seen:
 
 
 def whole(engines: list[Seen], http: HttpCounts, num_tasks: int = 0) -> bytes:
-    """The page of a server with one API process."""
+    """Return the page of a server with one API process."""
     return render(engines, [counted(engines, http, num_tasks)])
 
 
@@ -118,18 +118,18 @@ def test_engines_are_told_apart_and_what_is_of_none_has_no_engine() -> None:
     values = by_label(found, "vllm:admission_rejections_total", "engine", "reason")
     assert values == {"0/queue_full": 3, "/invalid_value": 4}
     assert by_label(found, "nanovllm:engine_up", "engine") == {"0": 1, "1": 0}
-    # Of one that has gone nothing is known, and its counters will begin anew.
+    # A lost engine has no gauges, and its counters will start again.
     assert by_label(found, "vllm:num_requests_running", "engine") == {"0": 3}
     assert by_label(found, "vllm:generation_tokens_total", "engine") == {"0": 70}
     assert by_label(found, "nanovllm:http_requests_total", "engine", "path") == {"//health": 5}
     typed = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
     assert len(typed) == len(set(typed))
     names = [line.split("{")[0] for line in text.splitlines() if "success_total" in line]
-    assert names[2:] == ["vllm:request_success_total"] * 2  # one after the other
+    assert names[2:] == ["vllm:request_success_total"] * 2  # adjacent
 
 
 def test_what_several_processes_count_is_added_up() -> None:
-    """Each has seen other paths and reasons; the engine's numbers are the same from all."""
+    """Counts of processes are summed. An engine's values are the same from all processes."""
     ours, theirs, http, other = Metrics(), Metrics(), HttpCounts(), HttpCounts()
     ours.finished["stop"], theirs.finished["stop"], theirs.finished["length"] = 1, 2, 4
     ours.e2e_s.observe(0.4)
@@ -212,7 +212,7 @@ def test_the_process_is_described_as_by_other_exporters() -> None:
         opened = dict(line.rsplit(" ", 1) for line in page(Metrics()).splitlines())
     assert float(opened["process_open_fds"]) == before + 2
     starts = [process_facts()["process_start_time_seconds"] for _ in range(50)]
-    assert len({*starts}) == 1  # moves only when there is another process
+    assert len({*starts}) == 1  # changes only with the process
 
 
 def test_histograms_are_cumulative_and_bounds_inclusive() -> None:
@@ -231,7 +231,7 @@ def test_histograms_are_cumulative_and_bounds_inclusive() -> None:
 
 
 def test_a_page_takes_a_few_milliseconds_at_most() -> None:
-    """Some 0.7 of the processor's own time, on one that others use as well."""
+    """A page takes about 0.7 ms of CPU time; the limit allows for a busy machine."""
     metrics = Metrics()
     best = float("inf")
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""The page's files, as a browser gets them, and what they may not contain."""
+"""The page's files as a browser gets them, and their forbidden content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parser follows from what the template shows, whatever the folder and the class are called."""
+"""The parser follows from the template's calls, not from the names of folder and class."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_what_the_template_writes_of_a_call_is_what_the_parser_reads(
 
 
 def test_a_call_without_content_is_tried_in_every_form(tmp_path, renderer) -> None:
-    """R1's own template shows calls only where the content is null."""
+    """The probe finds R1's calls, which its template shows only if the content is null."""
     shown = CONTENT + CALLS["deepseek_r1"] + "{% endfor %}"
     source = (
         "{% for m in messages %}{% if m.content is none %}" + shown + "{% else %}"

@@ -27,7 +27,7 @@ def field(**fields: object) -> dict[str, object]:
     return {"messages": HELLO, **fields}
 
 
-# param -> bad values, and words the message must have
+# param -> bad values, and words that the message must contain
 OUT_OF_RANGE = {
     "temperature": ([-0.1, 2.1], "between 0 and 2"),
     "top_p": ([0, 1.1, -1], "above 0 and at most 1"),

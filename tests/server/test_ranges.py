@@ -1,4 +1,4 @@
-"""Every number of a request is refused by its field's name, or gives the sampler what it can do."""
+"""Every number in a request is refused by its field's name, or accepted by the sampler."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LISTS = ("stop_token_ids", "allowed_token_ids", "logit_bias")  # of ids: checked
 ANYTHING = {"response_format", "tools", "tool_choice", "structured_outputs", "chat_template_kwargs"}
 SERVED = Served(load_config(None), replace(READY, max_model_tokens=CONTEXT, vocab_size=VOCAB))
 PROMPT = Prompt([1, 2, 3])
-# As JSON: what Python would round or refuse to write is there, too.
+# JSON texts, to include numbers that Python would round or refuse to write.
 EXTREMES = [
     *("0", "-0", "1", "-1", "2", "-2", "63", "64", "65", "49", "50", "51", "-100", "-101", "100"),
     *(str(base + more) for base in (2**15, 2**31, 2**32, 2**63, 2**64) for more in (-1, 0, 1)),
@@ -54,7 +54,7 @@ def holds(annotation: object, kinds: set[object]) -> bool:
 
 
 def test_every_field_that_may_hold_a_number_has_a_range() -> None:
-    """A new field fails here until somebody has said what it may hold."""
+    """A new field fails here until it has a range."""
     hints = get_type_hints(ChatRequest)
     numeric = {name for name, hint in hints.items() if holds(hint, {int, float})}
     anything = {name for name, hint in hints.items() if holds(hint, {Any})}
@@ -71,7 +71,7 @@ def body(fields: dict[str, str]) -> bytes:
 
 
 def ordered(fields: dict[str, str], *, raise_priority: bool = False) -> list[Generate]:
-    """What the engine would get, as it gets it. Raises ApiError."""
+    """Return the engine requests after encoding and decoding. Raise ApiError."""
     request = parse_request(
         body(fields),
         model="demo",
@@ -95,7 +95,7 @@ VETTING = Vetting(VOCAB)
 
 
 def admitted(messages: list[Generate]) -> np.ndarray:
-    """The tokens of a step in which all of these draw. Every logit is one that models have."""
+    """Return the tokens of a step in which all requests are sampled, from plausible logits."""
     num_slots = len(messages)
     sampler = Sampler(
         num_slots=num_slots,
@@ -158,7 +158,7 @@ extremes = st.fixed_dictionaries(
 @settings(max_examples=300, deadline=None)
 @given(extremes)
 def test_extremes_together(fields) -> None:
-    """Each of them is fine alone; what does not go with another is refused by name."""
+    """Extreme values that are valid alone are accepted together, or refused by name."""
     written = {name: as_written(name, text) for name, text in fields.items()}
     try:
         messages = ordered({"logprobs": "true", **written})
@@ -266,7 +266,7 @@ TINY = [
 
 @pytest.mark.parametrize("fields", TINY, ids=str)
 def test_the_smallest_numbers_draw_the_best_token(fields) -> None:
-    """Alone of all, token 7 is far ahead; nothing that is asked for makes another one right."""
+    """The token with by far the largest logit is sampled for the smallest value of each field."""
     (message,) = ordered(fields)
     sampler = Sampler(
         num_slots=1,

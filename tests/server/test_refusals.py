@@ -1,4 +1,4 @@
-"""Log lines about refused requests: what they say, what they never hold, and how many there are."""
+"""Log lines of refused requests: their content and their rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that renders templates: it ends with its parent, and is replaced when it ended."""
+"""The render subprocess ends with its parent, and is replaced after it exited."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def task(source: str = EACH, content: str = "hello", **more: Any) -> Task:
 
 
 def processes() -> list[int]:
-    """The render processes of this one."""
+    """Return the ids of this process's render subprocesses."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -67,7 +67,9 @@ def test_a_process_that_was_killed_is_replaced_and_no_prompt_is_lost(renderer) -
 
 
 def test_signals_for_the_whole_group_do_not_end_it(renderer) -> None:
-    """A server lets answers finish after SIGTERM, and requests that were read need prompts."""
+    """The subprocess ignores SIGTERM and SIGINT, so that a draining server can still render
+    prompts.
+    """
     renderer.render(task())
     (pid,) = processes()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -89,7 +91,7 @@ def test_after_a_limit_another_process_goes_on(renderer) -> None:
 
 
 def test_long_conversations_may_take_more_memory(renderer) -> None:
-    """30 MB of short messages: a limit for all would refuse them or allow anything."""
+    """30 MB of short messages are rendered, since the memory limit grows with the messages."""
     messages = [{"role": "user", "content": "x" * 10}] * 200_000
     found = renderer.render(Task(EACH, {"messages": messages}, 60.0))
     assert (len(found.text), found.error) == (200_000 * 16, "")
@@ -154,7 +156,7 @@ def test_a_start_costs_little(renderer) -> None:
     assert int(status.partition("VmRSS:")[2].split()[0]) < 60 * 1024
 
 
-# -- what it computes, without a process ---------------------------------------------------------
+# -- rendering, without a process ----------------------------------------------------------------
 
 
 def test_the_last_message_can_be_continued() -> None:
@@ -183,7 +185,7 @@ def test_errors_have_kinds() -> None:
         ('{"a":  1}', True, '{"a":  1}'),
         ({"a": "é"}, True, '{"a": "é"}'),
         ("[1]", False, "[1]"),
-        ('{"a": 1', False, "{'a': 1}"),  # as a call that was cut has it
+        ('{"a": 1', False, "{'a': 1}"),  # as in a truncated call
         ('{"a": 1', True, '{"a": 1'),
         ('{"a": [1, {"b": "x, y', False, "{'a': [1, {'b': 'x, y'}]}"),
         ('{"a": "}", "b": tr', False, "{'a': '}'}"),

@@ -1,4 +1,4 @@
-"""When a reply writes what: headers late, comments while quiet, nothing lost while it waits."""
+"""Times at which a reply writes: headers late, comments while quiet, and no data lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.server.fake_engine import READY
 
 
 class Client:
-    """The other end, connection and `send` in one: what arrived, as text."""
+    """A client, which is connection and `send` in one. Collects the text that arrived."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -90,7 +90,7 @@ def test_what_goes_wrong_with_a_write_reaches_the_caller() -> None:
 
 
 class Engine:
-    """As much of EngineClient as a reply uses."""
+    """The part of EngineClient that a reply uses."""
 
     def __init__(self) -> None:
         self.step_time = 0.0
@@ -181,7 +181,7 @@ def test_one_write_a_step_however_many_choices_and_tokens(served) -> None:
 
 
 def test_tokens_of_one_step_share_the_time_since_the_step_before(served) -> None:
-    """Each of them is an observation: their number is the tokens after the first step's."""
+    """Each token after the first step's is one observation."""
 
     async def main() -> None:
         engine, _, reply, metrics = opened(served)

@@ -1,4 +1,4 @@
-"""Where requests go: to cached prefixes, to the least loaded, and not all to the same engine."""
+"""Requests go to cached prefixes and to the least loaded engine, and are spread out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Fleet:
         self.loads[routed.engine] -= 1  # type: ignore[operator]
 
     def ask(self, ids: list[int], salt: str = "", owner: str = "") -> int:
-        """Where a request went that is over at once."""
+        """Return the engine of a request that ends at once."""
         routed = self.send(ids, salt, owner)
         self.end(routed)
         return routed.engine
@@ -49,7 +49,7 @@ def test_what_is_equal_is_shared_out_in_turn() -> None:
     fleet = Fleet(router())
     assert Counter(fleet.ask(prompt(at, 5)) for at in range(40)) == dict.fromkeys(range(4), 10)
     begins = {Fleet(router(first=worker)).ask(prompt(1, 5)) for worker in range(4)}
-    assert begins == {0, 1, 2, 3}  # API processes do not all begin with the same one
+    assert begins == {0, 1, 2, 3}  # API processes start with different engines
 
 
 def test_the_least_loaded_gets_a_new_prompt() -> None:
@@ -59,7 +59,7 @@ def test_the_least_loaded_gets_a_new_prompt() -> None:
 
 
 def test_a_prefix_draws_unless_its_engine_is_far_busier() -> None:
-    """190 tokens that are cached outweigh 9 requests of 20, not 10."""
+    """190 cached tokens outweigh 9 requests of 20, but not 10."""
     fleet = Fleet(router(2), 2)
     fleet.loads = [0, 1]
     assert fleet.ask(prompt(1)) == 0
@@ -68,7 +68,7 @@ def test_a_prefix_draws_unless_its_engine_is_far_busier() -> None:
     fleet.loads = [11, 0]
     assert fleet.ask([*prompt(1), 7]) == 1
     fleet.loads = [1, 0]
-    assert fleet.ask([*prompt(1), 7]) == 1  # which has it too, by now
+    assert fleet.ask([*prompt(1), 7]) == 1  # which has it by now
 
 
 def test_the_longest_prefix_wins() -> None:
@@ -128,7 +128,7 @@ def test_an_owner_stays_where_it_is_when_that_costs_nothing(salted: bool) -> Non
 
 @pytest.mark.parametrize("num_engines", [2, 3, 5, 7])
 def test_owners_are_shared_out_alike(num_engines: int) -> None:
-    """Names of one length, as session ids are: a sum of bits would prefer some engines."""
+    """Owners with names of equal length, like session ids, are distributed evenly."""
     fleet = Fleet(router(num_engines), num_engines)
     count = Counter(fleet.ask([at], owner=f"{at:08x}-0000") for at in range(500 * num_engines))
     assert min(count.values()) > 425 and max(count.values()) < 575
@@ -168,7 +168,8 @@ def test_memory_is_bounded_by_the_pages_of_each_engine_newest_first() -> None:
     assert [len(cached) for cached in small._cached] == [40, 0]
     found = [small.route([*prompt(at), 1], "", "", [0, None]).num_cached for at in range(10)]
     assert found == [0] * 8 + [20, 20]
-    # What is dropped first is the end of the oldest, as engines do: its beginning is of use.
+    # The end of the oldest prompt is dropped first, as in the engines; its beginning remains
+    # useful.
     small.sent(small.route(prompt(11, 101), "", "", [0, None]))
     assert small.route([*prompt(8), 1], "", "", [0, None]).num_cached == 10
 

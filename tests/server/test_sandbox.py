@@ -90,7 +90,7 @@ def expected(folder, messages, **more) -> str:
 
 
 def write_folder(folder, source=""):
-    """As transformers reads it: an object is a token only with its type."""
+    """Write a folder for transformers, which requires a token's type in its object."""
     tiny_tokenizer.write_folder(folder, source)
     settings_of(folder, bos_token={"__type": "AddedToken", "content": "<|endoftext|>"})
     return folder

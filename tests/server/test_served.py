@@ -1,4 +1,4 @@
-"""What is read from a model's files at start."""
+"""Values read from a model's files at start."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_end_tokens_of_the_start_are_taken_as_they_are(tmp_path) -> None:
     config = replace(
         load_config(None, [f"model={tmp_path}", "load.format=dummy"]), eos_ids=(3, 10_000)
     )
-    assert Served(config, MINE).eos_ids == {3}  # 10000 is no token of the model
+    assert Served(config, MINE).eos_ids == {3}  # 10000 is not a token of the model
 
 
 def test_the_authors_sampling_stands_in_for_what_a_request_leaves_out(tmp_path) -> None:
@@ -72,7 +72,7 @@ def test_broken_files_are_named(tmp_path, name) -> None:
 
 @pytest.mark.parametrize(("most", "waiting"), [(3, 3), (16, 4096)])
 def test_more_choices_than_may_wait_are_refused_for_good(tmp_path, most: int, waiting: int) -> None:
-    """They all wait for a moment, so no other time would be better."""
+    """`n` is limited by the queue, since all choices of a request wait for a moment."""
     model = served(tmp_path, {}, None, f"schedule.max_queue={waiting}")
     assert model.request(msgspec.json.encode({**HELLO, "n": most})).n == most
     with pytest.raises(ApiError) as caught:

@@ -1,6 +1,6 @@
-"""A step may bring a request several tokens: answers are those of one token a step.
+"""The number of tokens that a step brings to a request does not change answers.
 
-Over HTTP, through the mail between the processes.
+Over HTTP, including the messages between the processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ fragments = st.sampled_from(
 )
 answers = st.one_of(
     st.lists(fragments, max_size=6).map("".join),
-    st.lists(st.integers(0, 2040), max_size=30),  # ids, characters cut in two among them
+    st.lists(st.integers(0, 2040), max_size=30),  # ids, which may split characters
 )
 options = st.fixed_dictionaries(
     {"max_tokens": st.integers(1, MOST_TOKENS)},
@@ -42,7 +42,7 @@ streamed = st.sampled_from([None, {}, {"include_usage": True}, {"continuous_usag
 
 
 def normal(message: dict[str, Any]) -> dict[str, Any]:
-    """Without what is drawn anew for each call."""
+    """Return the message without values that are random in each call."""
     for call in message.get("tool_calls", []):
         call.pop("id", None)
     return message
@@ -57,7 +57,7 @@ def whole(api: Api, **fields: Any) -> dict[str, Any]:
 
 
 def put_together(api: Api, stream_options: dict[str, bool], **fields: Any) -> dict[str, Any]:
-    """A stream as the body it would have been, as far as a stream says it."""
+    """Return a stream joined to the form of a whole body, as far as it has the fields."""
     response = api.chat("x", stream=True, stream_options=stream_options, **fields)
     *chunks, done = parsed_events(response.text)
     assert done == "[DONE]"

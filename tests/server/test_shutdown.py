@@ -1,4 +1,4 @@
-"""The end of a server: everybody is answered, and a second signal ends it at once."""
+"""Shutdown: all requests are answered, and a second signal ends the server at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHAT = "/v1/chat/completions"
 
 @contextlib.contextmanager
 def asking(api: Api, raw: bytes, length: int | None = None) -> Iterator[socket.socket]:
-    """A connection on which `raw` of a request's body was sent."""
+    """Yield a connection that has sent a head and the part `raw` of its body."""
     length = length or len(raw)
     named = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}"
     head = f"POST {CHAT} HTTP/1.1\r\n{named}\r\n\r\n"
@@ -32,7 +32,7 @@ def asking(api: Api, raw: bytes, length: int | None = None) -> Iterator[socket.s
 
 
 def answer(sock: socket.socket) -> tuple[int, bytes]:
-    """Status and body of what comes until the server closes."""
+    """Return status and body of the bytes until the server closes."""
     data = b""
     while part := sock.recv(65536):
         data += part
@@ -61,7 +61,7 @@ def test_a_body_that_is_still_read_is_answered(tmp_path) -> None:
 
 
 def test_a_large_prompt_that_is_still_tokenised_is_answered(tmp_path) -> None:
-    """The process for large bodies begins with this one, which takes about a second."""
+    """The subprocess for large bodies starts with this request, which takes about a second."""
     with serving(tmp_path, "server.shutdown_s=20") as api:
         raw = json.dumps(body("large words", padding="x" * 200_000)).encode()
         with asking(api, raw) as sock:
@@ -104,7 +104,7 @@ def test_what_is_not_read_in_time_is_told_so(tmp_path) -> None:
 
 @pytest.fixture
 def heard_interrupts() -> Iterator[None]:
-    """Children ignore what their parent does, as background jobs of a shell ignore SIGINT."""
+    """Handle SIGINT here: children inherit a parent's ignored signals, as background jobs do."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -121,7 +121,7 @@ def test_a_second_signal_ends_at_once(tmp_path, kind) -> None:
         ):
             eventually(lambda: len(api.engine.running) == 1)
             os.kill(api.process.pid or 0, signal.SIGTERM)
-            time.sleep(SAME_SIGNAL_S + 1.0)  # a busy machine hears late
+            time.sleep(SAME_SIGNAL_S + 1.0)  # a busy machine handles it late
             assert api.process.is_alive()
             begun = time.monotonic()
             os.kill(api.process.pid or 0, kind)
@@ -134,7 +134,7 @@ def test_a_second_signal_ends_at_once(tmp_path, kind) -> None:
 
 
 def test_the_same_signal_from_two_sides_is_one(tmp_path) -> None:
-    """A service manager signals every process of a group, and the supervisor passes it on."""
+    """A signal forwarded by the supervisor does not count as a second one."""
     with serving(tmp_path, "server.shutdown_s=20") as api:
         api.engine.step_s = 0.02
         with api.http.stream("POST", CHAT, json=body("word " * 30, stream=True)) as response:

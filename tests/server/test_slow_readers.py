@@ -1,4 +1,4 @@
-"""Who does not read what was written for them is dropped, and costs nobody else anything."""
+"""Clients that do not read are disconnected and do not affect others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def api(limited: Api) -> Api:
 
 
 def asking(api: Api, *, room: int = 4096, **more: object) -> socket.socket:
-    """A connection that has asked and has room for so much."""
+    """Return a connection that has sent a request and has a receive buffer of `room` bytes."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
     sock.settimeout(10)
@@ -52,7 +52,7 @@ def num_dropped(api: Api) -> float:
 
 
 def test_a_stream_that_nobody_reads_is_dropped(api) -> None:
-    """Amid its text, of which an engine that takes no time for a step would be done before."""
+    """A stream that is not read is dropped while the engine is still generating."""
     before = num_dropped(api)
     api.engine.step_s = 0.002
     with asking(api, stream=True, logprobs=True, top_logprobs=20) as sock:
@@ -70,7 +70,7 @@ def test_a_stream_that_nobody_reads_is_dropped(api) -> None:
 
 
 def test_a_request_behind_it_does_not_save_it(api) -> None:
-    """It is dropped at the limit, not a second after its last progress."""
+    """A stream is dropped at the limit of unread bytes, even if a request is queued after it."""
     before = num_dropped(api)
     api.engine.step_s = 0.02
     with asking(api, stream=True, logprobs=True, top_logprobs=20) as sock:
@@ -82,7 +82,7 @@ def test_a_request_behind_it_does_not_save_it(api) -> None:
 
 
 def test_a_stream_that_is_read_now_and_then_is_not(api) -> None:
-    """Its unread bytes stay below the limit, however many there are in all."""
+    """A stream that is read slowly survives, since its unread bytes stay below the limit."""
     before = num_dropped(api)
     api.engine.step_s = 0.002
     with asking(api, stream=True) as sock:

@@ -1,4 +1,4 @@
-"""Routes for whoever runs the server: probes, version, one model's card, statuses by path."""
+"""Operational routes: probes, version, a model's card, statuses by path."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_one_model_by_name(api) -> None:
 
 
 def test_all_names_of_a_model(tmp_path, monkeypatch) -> None:
-    """The server's own label stays one name, however requests name the model."""
+    """The metrics' label stays the server's name, by any name that requests use for the model."""
     ready = replace(fake_engine.READY, model="mine")
     monkeypatch.setattr(fake_engine, "READY", ready)
     settings = "load.format=dummy", "server.served_name=mine"
@@ -70,7 +70,7 @@ def test_head_is_get_without_its_body(api, path) -> None:
     got, head = api.http.get(path), api.http.head(path)
     assert (head.status_code, head.content) == (got.status_code, b"")
     assert head.headers["content-type"] == got.headers["content-type"]
-    if path != "/metrics":  # it counts these very requests
+    if path != "/metrics":  # it counts these requests
         assert head.headers["content-length"] == str(len(got.content))
     assert api.http.head("/health").status_code == 200  # on the same connection
 

@@ -1,4 +1,4 @@
-"""Messages become the prompt the template's authors meant, and template errors are the client's."""
+"""Messages become the prompt that the template intends; template errors are the client's."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ END = "{% endfor %}{% endfor %}"
 @pytest.mark.parametrize(
     ("source", "given", "expected"),
     [
-        # serialises: wants the object
+        # serialises: needs the object
         (f"{CALLS}{{{{ c.function.arguments | tojson }}}}{END}", '{"a":  1}', '{"a": 1}'),
         (f"{CALLS}{{{{ c.function.arguments | tojson }}}}{END}", {"a": 1}, '{"a": 1}'),
         (f"{CALLS}{{{{ c.function.arguments | tojson }}}}{END}", None, "{}"),
-        # tells strings apart: the model's own text, so that its pages are found again
+        # distinguishes strings: the model's own text, so that its pages are found again
         (
             f"{CALLS}{{% set arguments = c.function.arguments %}}"
             f"{{% if arguments is string %}}{{{{ arguments }}}}{{% else %}}"
@@ -104,7 +104,7 @@ END = "{% endfor %}{% endfor %}"
             '{"a":  1}',
             '{"a":  1}',
         ),
-        # concatenates: wants text
+        # concatenates: needs text
         (f"{CALLS}{{{{ '=' + c.function.arguments }}}}{END}", {"a": 1}, '={"a": 1}'),
     ],
 )
@@ -139,7 +139,7 @@ def test_the_last_message_can_be_continued(tmp_path) -> None:
     chat = request(messages, continue_final_message=True)
     assert template.render(chat).endswith("<|im_start|>assistant\nWell, ")
     assert template.prompt(chat).turn == "Well, "
-    messages[1]["content"] = "assistant"  # as the line before it says, and the next one would
+    messages[1]["content"] = "assistant"  # occurs in the lines before and after it too
     chat = request(messages, continue_final_message=True)
     assert template.render(chat).endswith("<|im_end|>\n<|im_start|>assistant\nassistant")
     messages[1]["content"] = "Well, "
@@ -152,7 +152,7 @@ def test_the_last_message_can_be_continued(tmp_path) -> None:
 
 @pytest.mark.parametrize("said", ["im", "e", "|", "_end", "<|im_", "\n", " ", "Well,\n\n", "x.  "])
 def test_what_is_continued_may_read_as_what_ends_a_turn(tmp_path, said) -> None:
-    """Nothing behind the message is left, and white space at its end is kept."""
+    """A continued prompt ends with the message, whose white space at the end is kept."""
     messages = [{"role": "user", "content": said}, {"role": "assistant", "content": said}]
     chat = request(messages, continue_final_message=True)
     begin = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
@@ -167,7 +167,7 @@ ASKS_FOR_TEXT = "{% for m in messages %}{{ m.content }};{% if '</think>' in m.co
 
 
 def test_a_call_without_content_has_none_in_the_prompt(tmp_path) -> None:
-    """Clients send null beside calls, as we answer; templates search it, print it, or add to it."""
+    """Calls may have content null, which templates search, print or append to."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
     answered = request([*messages, {"role": "tool", "content": None, "tool_call_id": "1"}])
@@ -237,7 +237,7 @@ def test_deepseek_r1_gets_tools_although_its_template_ignores_them(tmp_path) -> 
         "8<\uff5ctool\u2581output\u2581end\uff5c><\uff5ctool\u2581outputs\u2581end\uff5c>"
     )
     assert template.prompt(said).turn == ""
-    # what the template shows of a call is what the parser reads
+    # the parser reads calls as the template shows them
     parser = OutputParser(family, {m: m for m in family.markers}, "", {})
     events = parser.feed(wrote.partition("Assistant\uff5c>")[2]) + parser.finish()
     assert [e.name for e in events if isinstance(e, CallStart)] == ["f", "f"]
@@ -248,7 +248,7 @@ MEMORY = "more than 96 MiB of memory"
 CHARS = "the prompt has more than [0-9]+ characters"
 LONG = "longer than 0.3 s"
 DEEP = "maximum recursion depth exceeded"
-# n is 0 for an empty message: a template that is harmless at start, and not in a request.
+# n is 0 for an empty message: a template that is harmless at start, but not in a request.
 TOO_MUCH = {
     "a text times a number": ("{{ 'a' * (n * 10**9) }}", MEMORY),
     "a list times a number": ("{{ ([n] * (n * 10**9)) | length }}", MEMORY),
@@ -337,7 +337,7 @@ def test_a_template_cannot_take_memory_or_time(tmp_path, name, monkeypatch, rend
 
 
 def peak_kib() -> int:
-    """The most memory that this process or one of those it ended ever had."""
+    """Return the maximum memory of this process and its ended children."""
     kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return max(resource.getrusage(kind).ru_maxrss for kind in kinds)
 
@@ -349,7 +349,7 @@ EQUAL = (
 
 
 def test_what_holds_the_interpreter_is_ended_from_outside(tmp_path, renderer) -> None:
-    """No exception of a timer ends a comparison: the system ends the process."""
+    """A comparison that no exception interrupts is ended by the CPU limit of the process."""
     source = "{% set n = messages[0].content | length %}" + EQUAL
     task = Task(source, {"messages": [{"role": "user", "content": "hello"}]}, 0.2)
     assert renderer.render(task) == Rendered("it takes longer than 0.2 s", "limit")

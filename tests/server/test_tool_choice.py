@@ -1,4 +1,4 @@
-"""Every form of tool_choice means one thing, and what means nothing is refused by name."""
+"""Every valid form of tool_choice has one meaning; other values are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this server does not offer is refused where it would change an answer, ignored elsewhere."""
+"""Unsupported fields are refused if they would change an answer, and ignored otherwise."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refused(**fields: object) -> ApiError:
     return caught.value
 
 
-ASKED = {  # what changes an answer
+ASKED = {  # values that change an answer
     "add_special_tokens": True,
     "audio": {"voice": "alloy", "format": "wav"},
     "best_of": 2,
@@ -68,7 +68,7 @@ def test_what_would_change_the_answer_is_refused(field) -> None:
     assert error.message == f"{field} is not supported by this server" + (
         f": {INSTEAD[field]}" if field in INSTEAD else ""
     )
-    # Nothing that the request says is said back.
+    # The value is not repeated in the message.
     assert len(error.body()) < 300
 
 

@@ -1,4 +1,4 @@
-"""A folder with a small byte-level BPE tokenizer and a chat template, made on the spot."""
+"""Folder with a small byte-level BPE tokenizer and a chat template, created on demand."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def tiny_tokenizer() -> Tokenizer:
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
     tokenizer.add_tokens([AddedToken(marker, normalized=False) for marker in MARKERS])
-    # outside of the byte alphabet, as DeepSeek's are
+    # not in the byte alphabet, like DeepSeek's
     tokenizer.add_special_tokens([AddedToken("<\uff5cUser\uff5c>", special=True)])
     return tokenizer
 
 
 def metaspace_tokenizer() -> Tokenizer:
-    """What Llama 2 and its like use: tokens that read differently beside others."""
+    """Return a tokenizer like Llama 2's, whose tokens decode differently next to others."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer

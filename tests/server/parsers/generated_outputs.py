@@ -1,4 +1,4 @@
-"""Random outputs of every model family, with the message that each of them means."""
+"""Random outputs of every model family, with the message that each represents."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ SPACES = ["", "", "\n", " ", "\n\n"]
 
 
 class Mark(str):
-    """A marker the model wrote as such, and not as ordinary text."""
+    """A marker written as a marker, not as ordinary text."""
 
     __slots__ = ()
 
@@ -85,7 +85,7 @@ class Output:
     pieces: list[str]
     message: Message
     in_reasoning: bool
-    has_typed: bool  # says a marker as ordinary text: only told apart where markers are tokens
+    has_typed: bool  # has a marker as ordinary text, which differs only if markers are tokens
 
     def text(self, marks: dict[str, str]) -> str:
         return "".join(marks[p] if isinstance(p, Mark) else p for p in self.pieces)
@@ -101,7 +101,7 @@ def marks_of(name: str, *, as_tokens: bool) -> dict[str, str]:
 
 
 def json_or_none(text: str) -> object:
-    """Read JSON; None for what was cut or broken."""
+    """Return the parsed JSON, None if it is truncated or malformed."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -109,7 +109,7 @@ def json_or_none(text: str) -> object:
 
 
 def prose(rng: Random, typed: list[str]) -> str:
-    """Never empty, no white space at its ends."""
+    """Return a text that is not empty and has no white space at its ends."""
     words = WORDS + typed
     text = "".join(rng.choice(words) for _ in range(rng.randint(1, 8))).strip()
     return text or "ok"
@@ -145,7 +145,7 @@ def tagged(rng: Random, typed: list[str]) -> tuple[list[str], list[tuple[str, ob
     name, arguments = rng.choice(NAMES), json_object(rng, typed)
     entries = [f'"name": {json.dumps(name)}', f'"arguments":{dumped(rng, arguments)}']
     if rng.random() < 0.1:
-        entries.append('"id": {"a": [1, "}"]}')  # means nothing to the call
+        entries.append('"id": {"a": [1, "}"]}')  # not part of the call
     if not arguments and rng.random() < 0.5:
         entries = entries[:1]
     if rng.random() < 0.3:
@@ -156,7 +156,7 @@ def tagged(rng: Random, typed: list[str]) -> tuple[list[str], list[tuple[str, ob
 
 
 def untagged(rng: Random, typed: list[str]) -> tuple[list[str], list[tuple[str, object]]]:
-    """As Llama 3.1 writes calls: functions of the request, a line each, or in a list."""
+    """Return calls as Llama 3.1 writes them: of the request's functions, by line or in a list."""
     calls = [
         (rng.choice(["f", "get_weather"]), json_object(rng, typed))
         for _ in range(rng.choice([1, 1, 2]))
@@ -171,7 +171,7 @@ def untagged(rng: Random, typed: list[str]) -> tuple[list[str], list[tuple[str, 
 
 
 def bare_marked(rng: Random, typed: list[str]) -> tuple[list[str], list[tuple[str, object]]]:
-    """As DeepSeek-V3.1 writes calls."""
+    """Return calls as DeepSeek-V3.1 writes them."""
     pieces: list[str] = [Mark(CALLS_BEGIN)]
     calls: list[tuple[str, object]] = []
     for _ in range(rng.choice([1, 1, 2, 3])):
@@ -196,7 +196,7 @@ def fenced(rng: Random, typed: list[str]) -> tuple[list[str], list[tuple[str, ob
 
 
 def xml_value(rng: Random, key: str, typed: list[str]) -> tuple[str, object]:
-    """The raw text of a parameter, and what it means."""
+    """Return the raw text of a parameter, and its value."""
     if key == "i":
         return rng.choice([("5", 5), ("-70", -70), ("many", "many"), (" 3 ", 3)])
     if key == "n":
@@ -252,7 +252,7 @@ CALLS = {
 
 
 def generated(rng: Random, name: str) -> Output:
-    """A well-formed output, or one that was cut in its thought."""
+    """Return a well-formed output, or one truncated in its reasoning."""
     has_typed = rng.random() < 0.3
     if name == "plain":
         text = prose(rng, TYPED)
@@ -262,7 +262,7 @@ def generated(rng: Random, name: str) -> Output:
     said = [
         family_of(name).opener or "ok",
         *(TYPED if has_typed else []),
-    ]  # what opens no call is text
+    ]  # without a call's opener it is text
     message = Message()
     pieces: list[str] = []
     in_reasoning = rng.random() < 0.4
@@ -281,7 +281,7 @@ def generated(rng: Random, name: str) -> Output:
     if name not in CALLS:
         num_parts, text_is_next = 1, True
     if thinks and (text_is_next or rng.random() < 0.7):
-        pieces += [Mark(END_THINK), rng.choice(SPACES)]  # else a call ends the reasoning
+        pieces += [Mark(END_THINK), rng.choice(SPACES)]  # otherwise a call ends the reasoning
     gap, ends_with_text = "", False
     for _ in range(num_parts):
         if text_is_next:
@@ -303,7 +303,7 @@ def generated(rng: Random, name: str) -> Output:
 
 
 def generated_by_llama(rng: Random) -> Output:
-    """Text, and then calls that begin a line."""
+    """Return text, followed by calls that begin a line."""
     message = Message()
     pieces: list[str] = []
     if rng.random() < 0.5:
@@ -319,7 +319,7 @@ def generated_by_llama(rng: Random) -> Output:
 
 
 def damaged(rng: Random, text: str) -> str:
-    """Cut off, or with something missing or too much."""
+    """Return the text truncated, or with a part missing or repeated."""
     kind = rng.randrange(4)
     at, until = sorted(rng.randrange(len(text) + 1) for _ in range(2))
     if kind <= 1:

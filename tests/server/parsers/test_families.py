@@ -1,4 +1,4 @@
-"""What each family's parser makes of the outputs that other servers have got wrong."""
+"""Parsers of all families, on outputs that other servers have parsed incorrectly."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def machine(name: str, *, turn="", tools=True, schema=None, as_tokens=False) -> 
 
 
 def parsed(name: str, parts, **options) -> list[Event]:
-    """Markers in the parts are ordinary text, unless the vocabulary has none of them."""
+    """Return the events. Markers in the parts are ordinary text, unless marked as tokens."""
     parser = machine(name, **options)
     return merged([event for part in parts for event in parser.feed(part)] + parser.finish())
 
 
 def seen(name: str, text: str, **options) -> list[Event]:
-    """The same in one piece, in single characters, and with markers as tokens."""
+    """Return the events, which must be equal for one piece, single characters and marker tokens."""
     once = parsed(name, [text], **options)
     assert parsed(name, text, **options) == once
     marked = text
@@ -302,7 +302,7 @@ def parameter(name: str, value: str) -> str:
 
 
 NULLABLE = {"anyOf": [{"type": "string"}, {"type": "null"}]}
-VALUES = [  # schema, text, meaning
+VALUES = [  # schema, text, value
     (NULLABLE, "Paris", "Paris"),
     (NULLABLE, "none", "none"),
     (NULLABLE, "null", None),
@@ -403,7 +403,7 @@ NO_CALLS = ("plain", "thinking")
 
 @pytest.mark.parametrize("name", [name for name in PARSERS if name not in NO_CALLS])
 def test_a_call_is_open_until_its_arguments_are_whole(name) -> None:
-    """A stop string may end the text anywhere, and then the choice did not end with a call."""
+    """A call is incomplete until its arguments end, as a stop string may end the text anywhere."""
     written = {
         "minimax_m2": minimax('<parameter name="a">1</parameter>'),
         "qwen3_coder": coder(parameter("a", "1")),

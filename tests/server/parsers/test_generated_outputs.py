@@ -1,4 +1,4 @@
-"""However an output is cut into pieces, and streamed or not, the client gets the same message."""
+"""The client gets the same message however an output is split, streamed or not."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def cut(rng: Random, text: str) -> list[str]:
 
 
 def streamed(parser: OutputParser, parts: list[str]) -> Message:
-    """Put together from the chunks, as a client does."""
+    """Return the message joined from the chunks, as a client does."""
     out: list[bytes] = []
     writer = ChunkWriter(b'data: {"choices":[', 0, out, reasoning_content=True)
     writer.begin([])
@@ -98,7 +98,7 @@ def whole(parser: OutputParser, text: str) -> Message:
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_the_grouping_of_tokens_changes_nothing(name) -> None:
-    """Bytes of characters, markers as tokens, and markers typed: from ids to the message."""
+    """Token ids, with markers as tokens or typed, give the message in any grouping."""
     rng = Random(name)
     tokenizer = tiny_tokenizer()
     markers = family_of(name).markers
@@ -152,7 +152,7 @@ def test_cuts_and_streaming_change_nothing(name) -> None:
 
 @pytest.mark.parametrize("name", [name for name in PARSERS if name not in ("plain", "thinking")])
 def test_a_cut_call_is_never_a_valid_one_that_lacks_something(name) -> None:
-    """Of every output, wherever it is cut: calls are whole, or JSON that nobody can read."""
+    """A truncated output has complete calls, and at most a last one that is not valid JSON."""
     rng = Random(name)
     num_open = 0
     for _ in range(NUM_OUTPUTS // 20):

@@ -1,4 +1,4 @@
-"""Calls of DeepSeek and of Llama: JSON between markers, and JSON without any."""
+"""Calls of DeepSeek and of Llama: JSON between markers, and JSON without markers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-Coder's calls with tags missing: read where the next tag leaves no doubt, else text."""
+"""Qwen3-Coder's calls with missing tags: accepted if the next tag is unambiguous, else text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parsed(parts, **options) -> list[Event]:
 
 
 def seen(text: str, **options) -> list[Event]:
-    """The same whole, in single characters, cut anywhere once, and with markers as tokens."""
+    """Return the events, which must be equal in one piece, split, and with marker tokens."""
     once = parsed([text], **options)
     marked = text
     for marker, mark in marks_of("qwen3_coder", as_tokens=True).items():
@@ -108,10 +108,10 @@ def test_what_the_next_tag_makes_certain_is_read(name) -> None:
     assert seen(text) == expected
 
 
-VALUES = [  # what stands in a value and ends none
+VALUES = [  # texts within a value that do not end it
     "see <parameter=unit> there",
     "a\n<parameter=other>\nb",
-    "a\n<parameter=city>\nb",  # was given: it is this one
+    "a\n<parameter=city>\nb",  # given already: the name of this parameter
     "a\n<parameter=unit",
     "a\n</function>\nb",
     "a\n</function>",
