@@ -103,9 +103,9 @@ def _own_origin(scope: Scope, origin: str) -> str | None:
 
     The scheme is taken from `origin`, since a proxy may have removed the encryption.
     """
-    found = ORIGIN.fullmatch(origin)
+    match = ORIGIN.fullmatch(origin)
     host = (header(scope, b"host") or b"").decode("latin-1")
-    return origin_of(f"{found[1]}://{host}") if found is not None and host else None
+    return origin_of(f"{match[1]}://{host}") if match is not None and host else None
 
 
 def _shown(text: str) -> str:

@@ -35,10 +35,10 @@ class Details(Struct):
     logprobs: list[TokenLogprob] = []
     token_ids: list[int] = []
 
-    def add(self, more: Details | None) -> None:
-        if more is not None:
-            self.logprobs += more.logprobs
-            self.token_ids += more.token_ids
+    def add(self, other: Details | None) -> None:
+        if other is not None:
+            self.logprobs += other.logprobs
+            self.token_ids += other.token_ids
 
 
 class ChunkWriter:
@@ -64,8 +64,8 @@ class ChunkWriter:
             self._heads[Reasoning] = self._head + b'{"reasoning":'
 
     def begin(self, prompt_ids: list[int]) -> None:
-        more = b',"prompt_token_ids":' + _encode(prompt_ids) if prompt_ids else b""
-        self._chunk(b'{"role":"assistant","content":""}', more=more)
+        fields = b',"prompt_token_ids":' + _encode(prompt_ids) if prompt_ids else b""
+        self._chunk(b'{"role":"assistant","content":""}', fields=fields)
 
     def write(self, event: Event, details: Details | None) -> None:
         if details is None and (head := self._heads.get(type(event))):  # nearly every chunk
@@ -76,8 +76,8 @@ class ChunkWriter:
             delta = b'{"content":%b}' % _encode(event.text)
         elif isinstance(event, Reasoning):
             quoted = _encode(event.text)
-            again = b',"reasoning_content":' + quoted if self._reasoning_content else b""
-            delta = b'{"reasoning":%b%b}' % (quoted, again)
+            alias = b',"reasoning_content":' + quoted if self._reasoning_content else b""
+            delta = b'{"reasoning":%b%b}' % (quoted, alias)
         elif isinstance(event, CallPart):
             form = b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}'
             delta = form % (self.num_calls - 1, _encode(event.text))
@@ -98,16 +98,17 @@ class ChunkWriter:
         delta: bytes,
         details: Details | None = None,
         reason: bytes = b"null",
-        more: bytes = b"",
+        fields: bytes = b"",
     ) -> None:
-        listed, ids = b"null", b""
+        logprobs = b"null"
+        ids = b""
         if details is not None:
             if details.logprobs:
-                listed = _encode(ChoiceLogprobs(details.logprobs))
+                logprobs = _encode(ChoiceLogprobs(details.logprobs))
             if details.token_ids:
                 ids = b',"token_ids":' + _encode(details.token_ids)
-        choice = b'%b,"logprobs":%b,"finish_reason":%b%b}]' % (delta, listed, reason, ids)
-        self._out.append(self._head + choice + more + self._counted() + b"}\n\n")
+        choice = b'%b,"logprobs":%b,"finish_reason":%b%b}]' % (delta, logprobs, reason, ids)
+        self._out.append(self._head + choice + fields + self._counted() + b"}\n\n")
 
     def _counted(self) -> bytes:
         """Return the usage fields of a chunk. `CountedWriter` overrides this."""
@@ -121,7 +122,7 @@ class WholeWriter:
         self.num_calls = 0
         self._index = index
         self._reasoning_content = reasoning_content
-        self._said: dict[type[Event], list[str]] = {Text: [], Reasoning: []}
+        self._texts: dict[type[Event], list[str]] = {Text: [], Reasoning: []}
         self._calls: list[tuple[str, list[str]]] = []
         self._details = Details()
         self._reason = ""
@@ -138,7 +139,7 @@ class WholeWriter:
         elif isinstance(event, CallPart):
             self._calls[-1][1].append(event.text)
         else:
-            self._said[type(event)].append(event.text)
+            self._texts[type(event)].append(event.text)
 
     def end(self, reason: str, details: Details | None) -> None:
         self._details.add(details)
@@ -146,18 +147,22 @@ class WholeWriter:
 
     def choice(self, *, with_logprobs: bool) -> AnswerChoice:
         """Return the choice. Content is null only with calls; clients may refuse it elsewhere."""
-        reasoning = "".join(self._said[Reasoning]) or UNSET
+        reasoning = "".join(self._texts[Reasoning]) or UNSET
         calls = [Call(new_call_id(), Function(name, "".join(parts))) for name, parts in self._calls]
         answer = Answer(
-            "assistant",
-            "".join(self._said[Text]) or (None if calls else ""),
-            reasoning,
-            reasoning if self._reasoning_content else UNSET,
-            calls or UNSET,
+            role="assistant",
+            content="".join(self._texts[Text]) or (None if calls else ""),
+            reasoning=reasoning,
+            reasoning_content=reasoning if self._reasoning_content else UNSET,
+            tool_calls=calls or UNSET,
         )
-        logprobs = ChoiceLogprobs(self._details.logprobs) if with_logprobs else None
-        token_ids = self._details.token_ids or UNSET
-        return AnswerChoice(self._index, answer, logprobs, self._reason, token_ids)
+        return AnswerChoice(
+            index=self._index,
+            message=answer,
+            logprobs=ChoiceLogprobs(self._details.logprobs) if with_logprobs else None,
+            finish_reason=self._reason,
+            token_ids=self._details.token_ids or UNSET,
+        )
 
 
 def chunk_head(response_id: str, created: int, model: str) -> bytes:

@@ -176,8 +176,8 @@ class App:
             self.refusals.request(scope, error, request_id)
         elif scope["path"] == CHAT:
             log.info("request %s", fields(id=request_id, status=error.status, error=error.code))
-        more = [(b"x-request-id", request_id.encode()), *error.headers]
-        writer.respond(error.status, JSON, error.body(), more)
+        headers = [(b"x-request-id", request_id.encode()), *error.headers]
+        writer.respond(error.status, JSON, error.body(), headers)
 
     async def _chat(self, scope: Scope, receive: Receive, writer: Writer, request_id: str) -> None:
         begun = time.monotonic()
@@ -188,8 +188,8 @@ class App:
             text = f"the content-type must be application/json, not {kind[:100].decode('latin-1')}"
             raise ApiError(415, text, code="invalid_content_type")
         if (coding := header(scope, b"content-encoding") or b"identity").lower() != b"identity":
-            said = coding[:100].decode("latin-1")
-            text = f"the body must not be compressed, and its content-encoding is {said}"
+            shown = coding[:100].decode("latin-1")
+            text = f"the body must not be compressed, and its content-encoding is {shown}"
             raise ApiError(400, text, code="invalid_content_encoding")
         task = asyncio.current_task()
         assert task is not None
@@ -199,16 +199,16 @@ class App:
         finally:
             self._preparing.discard(task)
         request_id = request.request_id or request_id
-        to = self._engines.route(request, prompt)
-        reply = Reply(to.client, to.metrics, request_id, writer, quiet_s=QUIET_S, begun=begun)
+        route = self._engines.route(request, prompt)
+        reply = Reply(route.client, route.metrics, request_id, writer, quiet_s=QUIET_S, begun=begun)
         reply.open(request, prompt, self._served, seed=secrets.randbits(63))
         self._replies.add(reply)
-        to.sent()
+        route.sent()
         try:
             await reply.run(receive)
         finally:
             self._replies.discard(reply)
-            to.done(reply.session)
+            route.done(reply.session)
             log.info("request %s", reply.summary)
 
     async def _prepared(self, scope: Scope, receive: Receive) -> tuple[ChatRequest, Prompt]:
@@ -218,7 +218,7 @@ class App:
         request, prompt = await self._prompted(scope, receive)
         if request.constrained_by is not None or request.tools:
             prompt = await asyncio.get_running_loop().run_in_executor(
-                self._threads, with_grammar, request, prompt, self._served
+                self._threads, partial(with_grammar, request, prompt, self._served)
             )
         return request, prompt
 

@@ -78,9 +78,12 @@ async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         left.cancel()
 
 
-def start(status: int, kind: bytes, more: Iterable[Header]) -> Message:
-    headers = [(b"content-type", kind), *more]
-    return {"type": "http.response.start", "status": status, "headers": headers}
+def start(status: int, kind: bytes, headers: Iterable[Header]) -> Message:
+    return {
+        "type": "http.response.start",
+        "status": status,
+        "headers": [(b"content-type", kind), *headers],
+    }
 
 
 class Writer:
@@ -110,9 +113,9 @@ class Writer:
             return
         raise RuntimeError("the connection made a write wait")
 
-    def respond(self, status: int, kind: bytes, body: bytes, more: Iterable[Header]) -> None:
+    def respond(self, status: int, kind: bytes, body: bytes, headers: Iterable[Header]) -> None:
         """Send a complete response."""
-        self.put(start(status, kind, [*more, (b"content-length", b"%d" % len(body))]))
+        self.put(start(status, kind, [*headers, (b"content-length", b"%d" % len(body))]))
         self.put({"type": "http.response.body", "body": body})
 
     def chunk(self, data: bytes) -> None:

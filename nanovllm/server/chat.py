@@ -107,7 +107,8 @@ class ChatSession:
         twice = served.reasoning_content
         self._whole: list[WholeWriter] = []
         self.choices: list[Choice] = []
-        for index, message in enumerate(generates(request, prompt, served, seed, new_id)):
+        messages = generates(request, prompt, served, seed=seed, new_id=new_id)
+        for index, message in enumerate(messages):
             writer: ChunkWriter | WholeWriter
             if request.stream:
                 writer = streaming(self._head, index, self.out, reasoning_content=twice)
@@ -135,23 +136,23 @@ class ChatSession:
 
     def _usage(self, num_tokens: int, num_reasoning: int) -> Usage:
         return Usage(
-            self.num_prompt,
-            num_tokens,
-            self.num_prompt + num_tokens,
-            PromptDetails(self.num_cached),
-            CompletionDetails(num_reasoning),
+            prompt_tokens=self.num_prompt,
+            completion_tokens=num_tokens,
+            total_tokens=self.num_prompt + num_tokens,
+            prompt_tokens_details=PromptDetails(self.num_cached),
+            completion_tokens_details=CompletionDetails(num_reasoning),
         )
 
     def body(self) -> bytes:
         wanted = bool(self.request.logprobs)
         choices = [writer.choice(with_logprobs=wanted) for writer in self._whole]
         completion = ChatCompletion(
-            self._response_id,
-            self._created,
-            self._model,
-            choices,
-            self.usage(),
-            self.prompt_ids or UNSET,
+            id=self._response_id,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=self.usage(),
+            prompt_token_ids=self.prompt_ids or UNSET,
         )
         return msgspec.json.encode(completion)
 
@@ -195,7 +196,7 @@ class Choice:
         self.started = session.start
         self.flush = session.update
         if isinstance(writer, CountedWriter):
-            writer.usage = self._tell
+            writer.usage = self._usage_so_far
             self.flush = self._flush
         self._session = session
         self._writer = writer
@@ -263,9 +264,10 @@ class Choice:
         self._writer.flush()
         self._session.update()
 
-    def _tell(self) -> Usage:
+    def _usage_so_far(self) -> Usage:
         """Return the usage for the chunk being written, which covers all tokens so far."""
-        self.num_told, self.reasoning_told = self._num_tokens, self.num_reasoning
+        self.num_told = self._num_tokens
+        self.reasoning_told = self.num_reasoning
         return self._session.usage_told()
 
     def _token(self, token_id: int) -> None:

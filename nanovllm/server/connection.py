@@ -141,9 +141,9 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
             return
         except httptools.HttpParserError as error:
-            ours = error.__context__  # raised in one of our callbacks
+            cause = error.__context__  # raised in one of our callbacks
             invalid = ApiError(400, "this is not valid HTTP", code=CODE)
-            self._refuse(ours if isinstance(ours, ApiError) else invalid)
+            self._refuse(cause if isinstance(cause, ApiError) else invalid)
             return
         if self._in_head and self.url and data.endswith(b"\n") and self._has_no_version():
             self._refuse(not_spoken("0.9"))
@@ -196,7 +196,9 @@ class Connection(HttpToolsProtocol):
         self.cycle.chunked_encoding = False if self.scope["http_version"] == "1.0" else None
         if not self.pipeline:
             self._answered = self.cycle
-        self._in_head, self._in_body, self._has_turned = False, True, True
+        self._in_head = False
+        self._in_body = True
+        self._has_turned = True
         self._allow(self._settings.body_timeout_s)
 
     def on_body(self, body: bytes) -> None:
@@ -205,7 +207,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._in_body, self._has_turned = False, True
+        self._in_body = False
+        self._has_turned = True
         self._deadline = self._linger_until = None
         self.flow.resume_reading()  # otherwise a disconnect would go unnoticed
 
@@ -298,7 +301,8 @@ class Connection(HttpToolsProtocol):
         """Stop reading, and answer open requests in order."""
         self._is_deaf = True
         self._deadline = None
-        cycle, is_own = self.cycle, self._in_body
+        cycle = self.cycle
+        is_own = self._in_body
         is_open = cycle is not None and not cycle.response_complete
         if self.pipeline or (is_own and (not is_open or cycle.response_started)):
             self.transport.abort()  # requests wait for the broken one, or its answer has begun

@@ -56,9 +56,9 @@ class CountedWriter(ChunkWriter):
         self._put(_encode(reason))
 
     def _put(self, reason: bytes) -> None:
-        delta, details = self._delta, self._details
-        self._delta, self._details = {}, Details()
-        self._chunk(_encode(delta), details, reason)
+        self._chunk(_encode(self._delta), self._details, reason)
+        self._delta = {}
+        self._details = Details()
 
     def _counted(self) -> bytes:
         return b',"usage":' + _encode(self.usage())

@@ -54,10 +54,10 @@ class DebugSteps:
         gone = ApiError(503, "the engine does not answer", code="engine_failed")
         if clients[at].is_lost:
             raise gone
-        heard: asyncio.Future[Steps] = asyncio.get_running_loop().create_future()
-        clients[at].look(since, lambda steps: None if heard.done() else heard.set_result(steps))
+        answer: asyncio.Future[Steps] = asyncio.get_running_loop().create_future()
+        clients[at].look(since, lambda steps: None if answer.done() else answer.set_result(steps))
         try:
-            steps = await asyncio.wait_for(heard, ANSWER_S)
+            steps = await asyncio.wait_for(answer, ANSWER_S)
         except TimeoutError:
             raise gone from None
         ready = clients[at].ready
@@ -80,15 +80,16 @@ def told(steps: Steps) -> dict[str, Any]:
     slots = decodes = b""
     listed = []
     for step in steps.steps:
-        one = asdict(step)
-        same = step.slots == slots, step.decodes == decodes
-        slots, decodes = one.pop("slots"), one.pop("decodes")
-        if not same[0]:
-            one["slots"] = _owners(slots)
-        if not same[1]:
-            one["decodes"] = array("i", decodes).tolist()
-        one["rows"] = len(decodes) // 4
-        listed.append(one)
+        row = asdict(step)
+        del row["slots"], row["decodes"]
+        if step.slots != slots:
+            row["slots"] = _owners(step.slots)
+        if step.decodes != decodes:
+            row["decodes"] = array("i", step.decodes).tolist()
+        row["rows"] = len(step.decodes) // 4
+        slots = step.slots
+        decodes = step.decodes
+        listed.append(row)
     return {**asdict(steps), "slots": _owners(steps.slots), "steps": listed}
 
 

@@ -42,15 +42,15 @@ def eos_ids_of(config: Config, template: Template | None = None) -> tuple[int, .
         with closing(Renderer()) as renderer:
             return eos_ids_of(config, Template(Path(config.tokenizer_dir), renderer=renderer))
     own = read(Path(config.config_path))
-    found = named(own)
+    ids = named(own)
     if config.model_dir is not None:
         path = Path(config.model_dir) / "generation_config.json"
-        found |= named(read(path)) if path.is_file() else set()
+        ids |= named(read(path)) if path.is_file() else set()
     if template.eos_id is not None:
-        found.add(template.eos_id)
-    found |= ids_of_turn_ends(template)
+        ids.add(template.eos_id)
+    ids |= ids_of_turn_ends(template)
     end = template.tokenizer.get_vocab_size() if own.vocab_size is None else own.vocab_size
-    return tuple(sorted(token_id for token_id in found if 0 <= token_id < end))
+    return tuple(sorted(token_id for token_id in ids if 0 <= token_id < end))
 
 
 def read(path: Path) -> EosFields:
@@ -72,7 +72,8 @@ def ids_of_turn_ends(template: Template) -> set[int]:
     end these differently. A conversation that the template refuses is skipped.
     """
     special = special_ids(template.tokenizer)
-    question, answer = ChatMessage("user", QUESTION), ChatMessage("assistant", ANSWER)
+    question = ChatMessage("user", QUESTION)
+    answer = ChatMessage("assistant", ANSWER)
     turns: list[tuple[str, str]] = []
     for messages in ([question, answer], [question, answer, question]):
         request = ChatRequest(messages=messages, add_generation_prompt=False)

@@ -157,8 +157,8 @@ class Replicas(Engines):
         tasks = [asyncio.ensure_future(one) for one in waiting]
         clients = await those_ready(tasks)
         ready = next(client for client in clients if client is not None).ready
-        absent = [client or EngineClient.absent(ready) for client in clients]
-        made.append(cls(absent, paths, recipe))
+        placeholders = [client or EngineClient.absent(ready) for client in clients]
+        made.append(cls(placeholders, paths, recipe))
         for at, (client, task) in enumerate(zip(clients, tasks, strict=True)):
             if client is None:
                 made[0].connect_later(at, task)
@@ -192,9 +192,10 @@ class Replicas(Engines):
         together: four of them put 489 of 512 streams on one of two engines.
         """
         client = self.clients[at]
-        stats, ours = client.stats, client.num_open
-        there = stats.num_running + stats.num_waiting + stats.num_compiling
-        return max(ours, there + self._num_workers * (ours - client.num_open_then))
+        stats = client.stats
+        num_reported = stats.num_running + stats.num_waiting + stats.num_compiling
+        num_changed = client.num_open - client.num_open_then
+        return max(client.num_open, num_reported + self._num_workers * num_changed)
 
     def lost(self, at: int) -> None:
         log.error("engine %d is gone", at)
@@ -233,10 +234,10 @@ async def those_ready(tasks: Sequence[asyncio.Task[EngineClient]]) -> list[Engin
         _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     if waiting:
         await asyncio.wait(waiting, timeout=SETTLE_S)
-    found = [task.result() if task.done() and not task.exception() else None for task in tasks]
-    if not any(found):
+    clients = [task.result() if task.done() and not task.exception() else None for task in tasks]
+    if not any(clients):
         raise EngineLostError("all engines died while starting")
-    return found
+    return clients
 
 
 def problem_of(client: EngineClient, stall_s: float) -> ApiError | None:

@@ -75,12 +75,12 @@ class Room:
 
         def grow(num_bytes: int) -> None:
             nonlocal held
-            more = num_bytes - held
+            num_new = num_bytes - held
             if num_bytes <= LARGE_BYTES:
                 return
-            if more > self._left:
+            if num_new > self._left:
                 raise ApiError(503, "too many large requests wait already", code="overloaded")
-            self._left -= more
+            self._left -= num_new
             held = num_bytes
 
         try:

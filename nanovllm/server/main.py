@@ -68,18 +68,34 @@ def run(
         loop = asyncio.get_running_loop()
         hear(lambda *lost: loop.call_soon_threadsafe(engines.end, *lost))
         sys.setswitchinterval(SWITCH_S)
-        served, counts = Served(config, engines.ready), HttpCounts()
+        served = Served(config, engines.ready)
+        counts = HttpCounts()
         for warning in served.warnings() if worker == 0 else ():
             log.warning(warning)
         with (
             ThreadPoolExecutor(NUM_THREADS, "prompt") as threads,
             LargeBodies(config, engines.ready) as large,
         ):
-            folder, settings = Path(engine_paths[0]).parent, config.recipe.server
-            metrics = MetricsPage(engines, counts, folder, worker, settings.workers)
+            settings = config.recipe.server
+            metrics = MetricsPage(
+                engines=engines,
+                counts=counts,
+                folder=Path(engine_paths[0]).parent,
+                worker=worker,
+                num_workers=settings.workers,
+            )
             await metrics.listen()
             access = Access(settings, bound=sock.getsockname()[0])
-            app = App(engines, served, settings, counts, metrics, threads, large, access)
+            app = App(
+                engines=engines,
+                served=served,
+                config=settings,
+                counts=counts,
+                metrics=metrics,
+                threads=threads,
+                large=large,
+                access=access,
+            )
             gc.collect()
             gc.freeze()  # the vocabulary's objects are never garbage
             server = DrainingServer(app, settings, counts, ready)
@@ -136,8 +152,8 @@ class DrainingServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Handle SIGTERM and SIGINT, except those that the parent process set to be ignored."""
         kinds = (signal.SIGTERM, signal.SIGINT)
-        heard = [kind for kind in kinds if signal.getsignal(kind) is not signal.SIG_IGN]
-        before = {kind: signal.signal(kind, self.handle_exit) for kind in heard}
+        handled = [kind for kind in kinds if signal.getsignal(kind) is not signal.SIG_IGN]
+        before = {kind: signal.signal(kind, self.handle_exit) for kind in handled}
         try:
             yield
         finally:

@@ -51,8 +51,8 @@ class Histogram:
 
     def samples(self) -> Iterator[Sample]:
         count = 0
-        for bound, here in zip((*self.bounds, "+Inf"), self.counts, strict=True):
-            count += here
+        for bound, bucket_count in zip((*self.bounds, "+Inf"), self.counts, strict=True):
+            count += bucket_count
             yield "_bucket", f',le="{bound}"', count
         yield "_sum", "", self.total
         yield "_count", "", count
@@ -81,7 +81,7 @@ class Metrics:
         self.corrupted_requests = 0
 
     def histograms(self) -> list[Histogram]:
-        return [found for found in vars(self).values() if isinstance(found, Histogram)]
+        return [value for value in vars(self).values() if isinstance(value, Histogram)]
 
 
 class HttpCounts:
@@ -116,9 +116,11 @@ def counted(
     page.labels = model
     page.add("nanovllm:asyncio_tasks", num_tasks)
     page.add("vllm:admission_rejections_total", _by("reason", http.rejected))
-    answers = http.responses.items()
-    of = (("", f',path={quoted(path)},status="{status}"', n) for (path, status), n in answers)
-    page.add("nanovllm:http_requests_total", of)
+    responses = (
+        ("", f',path={quoted(path)},status="{status}"', count)
+        for (path, status), count in http.responses.items()
+    )
+    page.add("nanovllm:http_requests_total", responses)
     page.add("nanovllm:dropped_slow_readers_total", http.num_slow_readers)
     page.labels = worker
     for name, value in process_facts().items():

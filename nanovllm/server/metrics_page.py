@@ -34,21 +34,23 @@ class MetricsPage:
         self._paths = [folder / f"{at}.api" for at in range(num_workers)]
         self._worker = worker
         self._server: asyncio.Server | None = None  # for the other processes
-        self._told: dict[int, Samples] = {}  # the latest counts of the other processes, by number
+        self._counts_of: dict[
+            int, Samples
+        ] = {}  # the latest counts of the other processes, by number
         self._before: Samples = {}  # counters of earlier lives of this process
         self._watching: asyncio.Task[None] | None = None
 
     async def listen(self) -> None:
         """Start to answer the other processes, if there are any."""
         if len(self._paths) > 1:
-            known = await asyncio.gather(*map(self._ask, self._others()))
+            known = await asyncio.gather(*map(self._fetch, self._others()))
             for former in known:
                 add_most(self._before, counters(former.get(self._worker, {})))
             await self._bind()
             self._watching = asyncio.get_running_loop().create_task(self._watch_file())
 
     async def _bind(self) -> None:
-        self._server = await asyncio.start_unix_server(self._tell, self._paths[self._worker])
+        self._server = await asyncio.start_unix_server(self._answer, self._paths[self._worker])
 
     async def _watch_file(self) -> None:
         while True:
@@ -62,8 +64,8 @@ class MetricsPage:
         return [at for at in range(len(self._paths)) if at != self._worker]
 
     async def __call__(self, scope: Scope, writer: Writer) -> None:
-        await asyncio.gather(*map(self._ask, self._others()))
-        page = render(self._engines.seen(), [self._counted(), *self._told.values()])
+        await asyncio.gather(*map(self._fetch, self._others()))
+        page = render(self._engines.seen(), [self._counted(), *self._counts_of.values()])
         writer.respond(200, METRICS_TEXT, page, [])
 
     def _counted(self) -> Samples:
@@ -75,21 +77,21 @@ class MetricsPage:
             series.update({key: series.get(key, 0) + value for key, value in values.items()})
         return samples
 
-    async def _tell(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(msgspec.msgpack.encode((self._counted(), self._told)))
+    async def _answer(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(msgspec.msgpack.encode((self._counted(), self._counts_of)))
         writer.close()
 
-    async def _ask(self, worker: int) -> dict[int, Samples]:
+    async def _fetch(self, worker: int) -> dict[int, Samples]:
         """Fetch the counts of another process, and return those it has of the others."""
         known: dict[int, Samples] = {}
         with suppress(OSError, TimeoutError, msgspec.DecodeError):
             async with asyncio.timeout(ANSWER_S):
                 reader, writer = await asyncio.open_unix_connection(self._paths[worker])
                 try:
-                    heard = await reader.read()
+                    answer = await reader.read()
                 finally:
                     writer.close()
-                self._told[worker], known = msgspec.msgpack.decode(heard, type=Known)
+                self._counts_of[worker], known = msgspec.msgpack.decode(answer, type=Known)
         return known
 
 

@@ -37,12 +37,14 @@ def generates(
     new_id: Callable[[], int],
 ) -> list[Generate]:
     """Return one engine request per choice. Raise ApiError if the prompt does not fit."""
-    num_prompt, context = len(prompt.ids), served.max_model_tokens
+    num_prompt = len(prompt.ids)
+    context = served.max_model_tokens
     if num_prompt >= context:
         raise too_long(num_prompt, context)
     served.check_tokens("messages", prompt.ids)
-    limit, room = request.token_limit, context - num_prompt
-    max_new = room if limit is None else min(limit, room)
+    max_new = context - num_prompt
+    if request.token_limit is not None:
+        max_new = min(max_new, request.token_limit)
     if request.min_tokens is not None and request.min_tokens > max_new:
         text = f"at most {max_new}, which is all that max_tokens and the prompt leave"
         raise bad_value("min_tokens", text, request.min_tokens)
@@ -74,15 +76,15 @@ def _bad_words(request: ChatRequest, served: Served) -> list[list[int]]:
     words = [word.lstrip() for word in request.bad_words or ()]
     spellings = [spelling for word in words for spelling in (word, f" {word}")]
     encode = served.template.tokenizer.encode_batch_fast
-    found: list[list[int]] = []
+    words_as_ids: list[list[int]] = []
     for at, encoded in enumerate(encode(spellings, add_special_tokens=False)):
         if len(encoded.ids) > MAX_BAD_WORD_TOKENS:
             where = f"bad_words[{at // 2}]"
             raise bad_value(where, f"at most {MAX_BAD_WORD_TOKENS} tokens long", words[at // 2])
         served.check_tokens(f"bad_words[{at // 2}]", encoded.ids)
-        if encoded.ids and encoded.ids not in found:
-            found.append(encoded.ids)
-    return found
+        if encoded.ids and encoded.ids not in words_as_ids:
+            words_as_ids.append(encoded.ids)
+    return words_as_ids
 
 
 def sampling(

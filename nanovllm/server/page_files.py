@@ -50,8 +50,8 @@ def page_files() -> dict[str, Handler]:
 
 async def _answer(kind: bytes, body: bytes, scope: Scope, writer: Writer) -> None:
     tag = b'"%b"' % hashlib.sha256(body).hexdigest()[:32].encode()
-    more = [*HEADERS, (b"etag", tag)]
+    headers = [*HEADERS, (b"etag", tag)]
     if tag in (header(scope, b"if-none-match") or b""):
-        writer.respond(304, kind, b"", more)
+        writer.respond(304, kind, b"", headers)
     else:
-        writer.respond(200, kind, body, more)
+        writer.respond(200, kind, body, headers)

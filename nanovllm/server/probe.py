@@ -102,14 +102,14 @@ class _Probe:
     def _check(self, name: str, source: str) -> None:
         """Render one message without text, which is fast with any valid template."""
         options = self._files.special | {"messages": [_message("user", "")], "tools": None}
-        found = self._renderer.render(Task(source, options, MAX_RENDER_S))
+        rendered = self._renderer.render(Task(source, options, MAX_RENDER_S))
         which = "the chat template" if name == "default" else f"the chat template {name!r}"
-        if found.error == "broken":
-            raise ConfigError(f"{which} in {self._files.folder} is broken: {found.text}")
-        if found.error in ("limit", "long"):
+        if rendered.error == "broken":
+            raise ConfigError(f"{which} in {self._files.folder} is broken: {rendered.text}")
+        if rendered.error in ("limit", "long"):
             raise ConfigError(
                 f"{which} in {self._files.folder} cannot be used: "
-                f"for one message without text, {found.text}"
+                f"for one message without text, {rendered.text}"
             )
 
     def _rendered(
@@ -125,10 +125,10 @@ class _Probe:
         options |= {"documents": None, "add_generation_prompt": False}
         as_text = prefers_text(source) if as_text is None else as_text
         task = Task(source, options, MAX_RENDER_S, arguments_as_text=as_text)
-        found = self._renderer.render(task)
-        if found.error == "limit":
+        rendered = self._renderer.render(task)
+        if rendered.error == "limit":
             raise _TooMuchError
-        return None if found.error else found.text
+        return None if rendered.error else rendered.text
 
     def _shows_tools(self) -> bool:
         """Return False if the template would silently drop a request's tools."""
@@ -150,13 +150,13 @@ class _Probe:
                 if CALLED not in text or KEY_OF_PYTHON in text:
                     continue
                 written.append(as_text)
-                if found := _first(CALLS, text):
-                    return found, as_text
+                if parser := _first(CALLS, text):
+                    return parser, as_text
         if written:
             return self._without_calls(), written[0]
         text = self._rendered([_message("user", TEXT)], TOOLS) or ""
-        found = _first(SHOWN, text) or _first(TOKENS, self._added_tokens())
-        return found or self._without_calls(), first
+        parser = _first(SHOWN, text) or _first(TOKENS, self._added_tokens())
+        return parser or self._without_calls(), first
 
     def _with_call(self, messages: list[dict[str, Any]], *, as_text: bool) -> str:
         """Render with tools, or without them if the template refuses them."""
@@ -188,10 +188,10 @@ class _Probe:
 
 def _first(forms: dict[str, str], text: str) -> str:
     """Return the first parser whose pattern matches the text, "" if none does."""
-    found = (
+    matching = (
         parser for parser, form in forms.items() if re.search(form.replace("NAME", CALLED), text)
     )
-    return next(found, "")
+    return next(matching, "")
 
 
 def _called() -> Iterator[list[dict[str, Any]]]:

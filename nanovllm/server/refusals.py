@@ -36,17 +36,18 @@ class RefusalLog:
         path = scope["raw_path"].decode("latin-1")[:PATH_CHARS]
         where = {"method": scope["method"], "path": escaped(path), "id": request_id}
         why = error.message if error.status == 403 else ""
-        self._line("refused", scope["client"], error, where, why)
+        self._line("refused", scope["client"], error, where=where, why=why)
 
     def connection(self, client: tuple[str, int] | None, error: ApiError) -> None:
         """Log a connection that sent no complete request."""
-        self._line("connection", client, error, {}, "")
+        self._line("connection", client, error, where={}, why="")
 
     def _line(
         self,
         event: str,
         client: tuple[str, int] | None,
         error: ApiError,
+        *,
         where: dict[str, str],
         why: str,
     ) -> None:
@@ -57,14 +58,14 @@ class RefusalLog:
             self._left_out += 1
             return
         self._room -= 1.0
-        left_out, self._left_out = self._left_out or None, 0
         shown = fields(
             address=address(client),
             **where,
             status=error.status,
             error=error.code,
-            left_out=left_out,
+            left_out=self._left_out or None,
         )
+        self._left_out = 0
         log.info("%s %s%s", event, shown, f": {why}" if why else "")
 
 

@@ -55,15 +55,16 @@ def work(descriptor: int) -> None:
     with contextlib.suppress(OSError):  # Linux only
         Path("/proc/self/comm").write_text(NAME)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    decode, encode = msgspec.json.Decoder(Task).decode, msgspec.msgpack.encode
-    base, pipe = _memory(), Pipe(descriptor)
+    decode = msgspec.json.Decoder(Task).decode
+    base = _memory()
+    pipe = Pipe(descriptor)
     with contextlib.suppress(EOFError, OSError):
         while True:
             body = pipe.recv_bytes()
             _limit(resource.RLIMIT_AS, base + SPARE_BYTES + BYTES_PER_BYTE * len(body))
             answer = answered(body, decode)
             _limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
-            pipe.send_bytes(encode(answer))
+            pipe.send_bytes(msgspec.msgpack.encode(answer))
             if answer.error == "limit":
                 return
 
@@ -165,7 +166,9 @@ def _shape_arguments(function: dict[str, Any], *, as_text: bool) -> None:
 def closable(text: str) -> Iterator[str]:
     """Yield the text and, if it is truncated, completions of it as JSON, the longest first."""
     yield text
-    closers, is_string, is_escaped = "", False, False
+    closers = ""
+    is_string = False
+    is_escaped = False
     ends: deque[tuple[int, str]] = deque(maxlen=MAX_ENDS)
     for at, character in enumerate(text):
         if is_escaped:

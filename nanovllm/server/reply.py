@@ -72,9 +72,9 @@ class Reply:
         try:
             for choice in self.session.choices:
                 self._client.submit(choice.message, choice)
-        except Exception as problem:
+        except Exception as error:
             self.session.abort_all()  # those submitted before
-            if isinstance(problem, EngineLostError):
+            if isinstance(error, EngineLostError):
                 raise ApiError(503, "the engine is gone", code="engine_failed") from None
             raise
         self._metrics.prompt_tokens.observe(self.session.num_prompt)
@@ -127,8 +127,8 @@ class Reply:
         if self._num_seen:
             # Tokens of a step share the time since the step before; choices run in parallel.
             num_new = self.session.num_tokens - self._num_seen
-            each = max(1.0, num_new / len(self.session.choices))
-            metrics.inter_token_s.observe((now - self._last) / each, num_new)
+            num_per_choice = max(1.0, num_new / len(self.session.choices))
+            metrics.inter_token_s.observe((now - self._last) / num_per_choice, num_new)
         else:
             self._first = now
             metrics.time_to_first_token_s.observe(now - self.begun)
@@ -150,9 +150,9 @@ class Reply:
         else:
             self._writer.chunk(data)
 
-    def _answer(self, status: int, body: bytes, more: Iterable[Header] = ()) -> None:
+    def _answer(self, status: int, body: bytes, headers: Iterable[Header] = ()) -> None:
         self._over(status)
-        self._writer.respond(status, JSON, body, [self._id_header, *more])
+        self._writer.respond(status, JSON, body, [self._id_header, *headers])
 
     def _tick(self) -> None:
         """Write a comment if nothing was sent since the last tick, and schedule the next one."""

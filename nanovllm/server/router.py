@@ -65,25 +65,25 @@ class RequestRouter:
         keys = self._keys(token_ids, salt)
         ahead = self._tokens_ahead(keys, len(token_ids))
         able = [at for at, load in enumerate(loads) if load is not None]
-        found = {at: self._found(at, keys) for at in able}
-        compute = {at: self._prefill_weight * ahead[found[at]] for at in able}
+        num_cached = {at: self._num_cached(at, keys) for at in able}
+        compute = {at: self._prefill_weight * ahead[num_cached[at]] for at in able}
         cost = {at: compute[at] + self._load_weight * (loads[at] or 0.0) for at in able}
-        num, self._turn = len(loads), self._turn + 1
-        best = min(able, key=lambda at: (cost[at], (at - self._turn) % num))
+        self._turn += 1
+        best = min(able, key=lambda at: (cost[at], (at - self._turn) % len(loads)))
         if owner:  # an owner's own requests raise the load of its engine: allow one more
             limit = cost[best] + self._load_weight
             equal = [at for at in able if cost[at] <= limit and compute[at] <= compute[best]]
             best = max(equal, key=lambda at: blake2b(f"{at} {owner}".encode()).digest())
-        return Routed(best, keys, found[best])
+        return Routed(best, keys, num_cached[best])
 
     def sent(self, routed: Routed) -> None:
         """Record that the request was sent, so that the engine will have its pages."""
         self._in_flight.update(routed.keys)
-        cached, limit = self._cached[routed.engine], self._limits[routed.engine]
+        cached = self._cached[routed.engine]
         for key in reversed(routed.keys):  # a page is useless without those before it
             cached[key] = None
             cached.move_to_end(key)
-        while len(cached) > limit:
+        while len(cached) > self._limits[routed.engine]:
             cached.popitem(last=False)
 
     def done(self, routed: Routed, num_cached_tokens: int | None) -> None:
@@ -113,8 +113,10 @@ class RequestRouter:
         The last token is always computed. Equal keys nearly always mean equal prompts up to that
         page. Keys of other processes are different.
         """
-        packed, size = array("i", token_ids).tobytes(), 4 * self._page_tokens
-        key, keys = hash(salt), []
+        packed = array("i", token_ids).tobytes()
+        size = 4 * self._page_tokens
+        key = hash(salt)
+        keys = []
         for begin in range(0, (len(token_ids) - 1) // self._page_tokens * size, size):
             key = hash((key, packed[begin : begin + size]))
             keys.append(key)
@@ -122,15 +124,15 @@ class RequestRouter:
 
     def _tokens_ahead(self, keys: list[int], num_tokens: int) -> list[float]:
         """Return the tokens to compute if the first 0, 1, ... pages are cached."""
-        size, in_flight = self._page_tokens, self._in_flight
+        size = self._page_tokens
         ahead = float(num_tokens - len(keys) * size)
         sums = [ahead]
         for key in reversed(keys):
-            ahead += size / (1 + in_flight.get(key, 0))
+            ahead += size / (1 + self._in_flight.get(key, 0))
             sums.append(ahead)
         return sums[::-1]
 
-    def _found(self, engine: int, keys: list[int]) -> int:
+    def _num_cached(self, engine: int, keys: list[int]) -> int:
         """Return the number of leading pages that the engine has."""
         cached = self._cached[engine]
         return next((at for at, key in enumerate(keys) if key not in cached), len(keys))

@@ -100,17 +100,23 @@ class Template:
         elif options["tools"] and not self._facts.shows_tools:
             raise ApiError(400, NO_TOOLS, param="tools", code="unsupported_tools")
         as_text = self._facts.arguments_as_text or source == self._tool_source
-        task = Task(source, options, MAX_RENDER_S, as_text, is_continued)
-        found = self._renderer.render(task)
-        if not found.error:
-            return found.text
-        if found.error == "changed":
+        task = Task(
+            source=source,
+            options=options,
+            max_s=MAX_RENDER_S,
+            arguments_as_text=as_text,
+            is_continued=is_continued,
+        )
+        rendered = self._renderer.render(task)
+        if not rendered.error:
+            return rendered.text
+        if rendered.error == "changed":
             text = "the chat template changes the last message, so that it cannot be continued"
             raise ApiError(400, text, param="continue_final_message", code="template_error")
         field = "chat_template_kwargs" if request.chat_template_kwargs else "messages"
         if request.chat_template_kwargs:  # if it succeeds without them, they are at fault
             self.render(structs.replace(request, chat_template_kwargs=None))
-        text = f"{field}: the chat template refused them: {found.text}"
+        text = f"{field}: the chat template refused them: {rendered.text}"
         raise ApiError(400, text, param=field, code="template_error")
 
     def _options(self, request: ChatRequest) -> dict[str, Any]:
@@ -132,8 +138,8 @@ class Template:
         plain = [ChatMessage("user", "Hello")]
         if request.add_generation_prompt is False or request.continue_final_message:
             return ""
-        asked = structs.replace(request, messages=plain, tools=None, tool_choice=None)
-        return self._last_turn(self.render(asked))
+        without_tools = structs.replace(request, messages=plain, tools=None, tool_choice=None)
+        return self._last_turn(self.render(without_tools))
 
     def _as_dict(self, message: ChatMessage) -> dict[str, Any]:
         calls = [_call(call) for call in message.tool_calls or ()]

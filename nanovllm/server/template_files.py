@@ -48,24 +48,24 @@ def template_files(folder: Path) -> TemplateFiles:
 
 def _sources(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Return templates by name. Files (.jinja) take precedence, as they do in transformers."""
-    found = {
+    sources = {
         path.stem: path.read_text(encoding="utf-8")
         for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
     }
     if (path := folder / "chat_template.jinja").is_file():
-        found[DEFAULT] = path.read_text(encoding="utf-8")
-    if not found:
+        sources[DEFAULT] = path.read_text(encoding="utf-8")
+    if not sources:
         older = read_object(folder / "chat_template.json").get("chat_template")
-        found = _named(settings.get("chat_template", older))
-    if not found:
+        sources = _named(settings.get("chat_template", older))
+    if not sources:
         raise ConfigError(
             f"{folder} has no chat template: neither chat_template.jinja "
             "nor chat_template in tokenizer_config.json"
         )
-    if DEFAULT not in found:
-        names = ", ".join(sorted(found))
+    if DEFAULT not in sources:
+        names = ", ".join(sorted(sources))
         raise ConfigError(f"{folder} has chat templates ({names}), but none is named {DEFAULT}")
-    return found
+    return sources
 
 
 def _named(given: object) -> dict[str, str]:

@@ -40,8 +40,8 @@ def tool_choice(given: str | dict[str, Any] | None, names: Sequence[str]) -> Too
         raise bad_value(f"{where}.mode", "'auto' or 'required'", mode)
     if not isinstance(tools, list) or not tools:
         raise bad_value(f"{where}.tools", "a list of at least one function", tools)
-    found = [_name(tool, f"{where}.tools[{at}]", names) for at, tool in enumerate(tools)]
-    return ToolChoice(mode, tuple(dict.fromkeys(found)))
+    allowed_names = [_name(tool, f"{where}.tools[{at}]", names) for at, tool in enumerate(tools)]
+    return ToolChoice(mode, tuple(dict.fromkeys(allowed_names)))
 
 
 def _name(given: object, where: str, names: tuple[str, ...]) -> str:

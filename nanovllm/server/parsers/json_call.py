@@ -159,7 +159,8 @@ def quoted_object(source: Source) -> Reader[tuple[str | None, bool]]:
     is_string = (yield from string(source, parts.append)) is not None
     literal = "".join(parts)
     text = json.loads(literal) if is_string else _begun(literal)
-    inner, taken = Source(), list[str]()
+    parts_of_object: list[str] = []
+    inner = Source()
     inner.feed(text)
     inner.is_over = True
     yield from inner.space()
@@ -167,11 +168,11 @@ def quoted_object(source: Source) -> Reader[tuple[str | None, bool]]:
         return NO_ARGUMENTS, True
     if (yield from inner.peek()) != "{":
         return None, False
-    is_whole = yield from value(inner, taken.append)
+    is_whole = yield from value(inner, parts_of_object.append)
     yield from inner.space()
     if is_string and not (is_whole and inner.at == len(inner.text)):
         return None, False
-    return "".join(taken), is_string
+    return "".join(parts_of_object), is_string
 
 
 def _begun(literal: str) -> str:

@@ -46,7 +46,8 @@ def _calls(source: Source, emit: Emit, end: str, known: Schemas | None) -> Reade
     """Read calls up to other text, which is left to be read again."""
     yield from source.space()
     is_list = yield from source.literal("[")
-    may_follow, is_first = True, True
+    may_follow = True
+    is_first = True
     while may_follow:
         if not is_first:
             source.commit()

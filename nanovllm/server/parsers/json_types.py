@@ -34,10 +34,10 @@ def as_json(text: str, types: Types) -> str:
     """
     stripped = text.strip()
     try:
-        found = json_type(json.loads(stripped, parse_constant=_refused))
+        parsed_type = json_type(json.loads(stripped, parse_constant=_refused))
     except (ValueError, RecursionError):
-        found = ""
-    if found and found != "string" and found in types:
+        parsed_type = ""
+    if parsed_type and parsed_type != "string" and parsed_type in types:
         return stripped
     if "string" not in types:
         word = stripped.lower()
@@ -45,7 +45,7 @@ def as_json(text: str, types: Types) -> str:
             return word
         if "null" in types and word in ("null", "none"):
             return "null"
-        if found:
+        if parsed_type:
             return stripped  # of a wrong type, which the function must refuse
     return quoted(text)
 
@@ -65,10 +65,10 @@ def _types(schema: object, root: object, depth: int) -> Types:
         return _types(pointed(reference, root), root, depth - 1)
     for union in ("anyOf", "oneOf", "allOf"):
         if isinstance(branches := schema.get(union), list) and branches:
-            found = [_types(branch, root, depth - 1) for branch in branches]
+            allowed = [_types(branch, root, depth - 1) for branch in branches]
             if union == "allOf":
-                return next((types for types in found if types), frozenset())
-            return frozenset().union(*found) if all(found) else frozenset()
+                return next((types for types in allowed if types), frozenset())
+            return frozenset().union(*allowed) if all(allowed) else frozenset()
     for keyword, implied in (("properties", "object"), ("items", "array")):
         if keyword in schema:
             return frozenset({implied})

@@ -153,12 +153,12 @@ def _escape(source: Source) -> Reader[str]:
             begun, source.at = source.text[source.at :], len(source.text)
             return begun
         yield
-    found = ESCAPE.match(source.text, source.at)
-    if found is None:
+    escape = ESCAPE.match(source.text, source.at)
+    if escape is None:
         source.at += 1
         return "\\\\"
-    source.at = found.end()
-    return "\\ufffd" if HALF.fullmatch(found[0]) else found[0]
+    source.at = escape.end()
+    return "\\ufffd" if HALF.fullmatch(escape[0]) else escape[0]
 
 
 def _may_grow(text: str) -> bool:
@@ -174,20 +174,20 @@ def _scalar(source: Source, take: Take) -> Reader[str]:
     "".
     """
     while True:
-        found = SCALAR_RUN.match(source.text, source.at)
-        if found is None or len(found[0]) > MAX_SCALAR:
+        run = SCALAR_RUN.match(source.text, source.at)
+        if run is None or len(run[0]) > MAX_SCALAR:
             return ""
-        if found.end() < len(source.text):
+        if run.end() < len(source.text):
             break
         if source.is_over:
             source.at = len(source.text)
-            take(found[0])
+            take(run[0])
             return ""
         yield
-    if not SCALAR.fullmatch(found[0]):
+    if not SCALAR.fullmatch(run[0]):
         return ""
-    source.at = found.end()
-    return found[0]
+    source.at = run.end()
+    return run[0]
 
 
 def unparsed(source: Source, take: Take, end: str, closers: str) -> Reader[bool]:

@@ -76,7 +76,8 @@ class OutputParser:
             False: [mark for mark in (self._opener, *self._bare) if mark],
         }
         self._are_tokens = len(self._shown) == len(marks) and not is_spelled and not self._bare
-        self._line, self._is_fenced = "", False  # beginning of the text's last line
+        self._line = ""  # beginning of the text's last line
+        self._is_fenced = False
         self._events: list[Event] = []
         self._parts: list[str] = []  # of the arguments of the current call
         self._space = ""  # at the end of the text; dropped if a marker follows
@@ -94,7 +95,7 @@ class OutputParser:
             return [Text(self._named(text))] if text else []  # nothing ends this state
         self._events = []
         if self._is_flowing and self._are_tokens and text.isascii():
-            self._say(text)  # no marker is ASCII
+            self._add_text(text)  # no marker is ASCII
             return self._events
         self._source.feed(self._named(text) if self._is_spelled else text)
         next(self._reader, None)
@@ -125,11 +126,11 @@ class OutputParser:
                 may_call = is_begin and not self._line and not self._is_fenced
                 if not (may_call and (yield from self._calls(is_bare=True))):
                     self._source.at += len(mark)
-                    self._say(mark)
+                    self._add_text(mark)
             elif mark != self._opener:
                 self._enter_text()
             elif not (yield from self._calls()):
-                self._say(mark)
+                self._add_text(mark)
 
     def _begin(self) -> Reader[None]:
         source = self._source
@@ -147,7 +148,8 @@ class OutputParser:
         """Drop white space and redundant markers, if anything follows."""
         source = self._source
         known = self._think if self.in_reasoning else self._end_think
-        gap, is_known = "", True
+        gap = ""
+        is_known = True
         while is_known:
             gap += yield from source.space(WHITE)
             source.keep()
@@ -162,15 +164,16 @@ class OutputParser:
 
     def _marker(self) -> Reader[str]:
         """Emit the text before the next marker; read the marker and return it, "" at the end."""
-        source, awaited = self._source, self._awaited[self.in_reasoning]
+        source = self._source
+        awaited = self._awaited[self.in_reasoning]
         while True:
             text = source.text[source.at :]
-            found = [(at, mark) for mark in awaited if (at := text.find(mark)) >= 0]
-            at, mark = min(found, default=(0, ""))
+            positions = [(at, mark) for mark in awaited if (at := text.find(mark)) >= 0]
+            at, mark = min(positions, default=(0, ""))
             if not mark:
                 held = max((held_back(text, mark) for mark in awaited), default=0)
                 at = len(text) - (0 if source.is_over else held)
-            self._say(text[:at])
+            self._add_text(text[:at])
             source.at += at + len(mark)
             if mark or source.is_over:
                 return mark
@@ -180,7 +183,8 @@ class OutputParser:
 
     def _calls(self, *, is_bare: bool = False) -> Reader[bool]:
         """Read the calls after an opener. Return True if there are any; otherwise read nothing."""
-        source, read = self._source, self._family.read_calls
+        source = self._source
+        read = self._family.read_calls
         if is_bare:
             read = self._read_bare
         elif self._mends is not None:
@@ -196,8 +200,10 @@ class OutputParser:
 
     def _enter_text(self) -> None:
         """Enter the text after a marker. The white space is kept only between two texts."""
-        self.in_reasoning, self._is_fresh = False, True
-        self._line, self._is_fenced = "", False
+        self.in_reasoning = False
+        self._is_fresh = True
+        self._line = ""
+        self._is_fenced = False
         if not self._has_text:
             self._space = ""
 
@@ -219,7 +225,7 @@ class OutputParser:
             self._events.append(CallPart(self._named(text)))
         self._parts.clear()
 
-    def _say(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         """Emit text, but hold back white space at its end, which a marker would drop."""
         if not text:
             return
@@ -228,9 +234,9 @@ class OutputParser:
         if not text[-1].isspace() or not self._awaited[self.in_reasoning]:
             self._emit_text(self._space + text)
             self._space = ""
-        elif said := text.rstrip():
-            self._emit_text(self._space + said)
-            self._space = text[len(said) :]
+        elif stripped := text.rstrip():
+            self._emit_text(self._space + stripped)
+            self._space = text[len(stripped) :]
         else:
             self._space += text
 

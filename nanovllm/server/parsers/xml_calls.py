@@ -56,7 +56,7 @@ MINIMAX = Form(
 
 
 def _read(
-    form: Form, mends: bool, source: Source, emit: Emit, marks: Marks, schemas: Schemas
+    form: Form, source: Source, emit: Emit, marks: Marks, schemas: Schemas, *, mends: bool
 ) -> Reader[None]:
     """Read calls and the end of their block. With `mends`, end tags may be missing."""
     end_block = marks[form.end_block]
@@ -68,7 +68,9 @@ def _read(
         if (name := (yield from source.name(FUNCTION_NAME, form.call[1]))) is None:
             source.back()
             break
-        call = _XmlCall(form, source, emit, end_block, name, schemas.get(name))
+        call = _XmlCall(
+            form, source, emit, end_block=end_block, name=name, schema=schemas.get(name)
+        )
         is_whole = yield from call.read(mends=mends)
         if not call.is_started:
             source.back()
@@ -93,13 +95,14 @@ def _read_bare(
     yield from source.space()
     if (yield from source.comes((form.parameter[0], form.end_call))):
         source.back()
-        yield from _read(form, True, source, emit, marks, schemas)
+        read = partial(_read, form, mends=True)
+        yield from read(source, emit, marks, schemas)
 
 
-read_coder = partial(_read, CODER, False)
-mend_coder = partial(_read, CODER, True)
+read_coder = partial(_read, CODER, mends=False)
+mend_coder = partial(_read, CODER, mends=True)
 read_bare_coder = partial(_read_bare, CODER)
-read_minimax = partial(_read, MINIMAX, False)
+read_minimax = partial(_read, MINIMAX, mends=False)
 
 
 class _XmlCall:
@@ -113,6 +116,7 @@ class _XmlCall:
         form: Form,
         source: Source,
         emit: Emit,
+        *,
         end_block: str,
         name: str,
         schema: object,
@@ -169,10 +173,10 @@ class _XmlCall:
             source.push_back(self._form.parameter[0])
             return
         self._start()
-        begun = KEY_NAME.match(source.text, source.at)
+        name = KEY_NAME.match(source.text, source.at)
         source.at = len(source.text)
-        if begun is not None:
-            self._emit(CallPart(self._separator + quoted(begun[0])[:-1]))
+        if name is not None:
+            self._emit(CallPart(self._separator + quoted(name[0])[:-1]))
 
     def _start(self) -> None:
         if not self.is_started:
@@ -269,13 +273,13 @@ class _Value(Struct, frozen=True):
 
     def _next(self, text: str, begin: int, *, is_begin: bool) -> tuple[int, str]:
         """Return position and text of the next tag that may end the value; (-1, "") if none."""
-        found = [(text.find(END_VALUE, begin), END_VALUE)]
+        tags = [(text.find(END_VALUE, begin), END_VALUE)]
         for tag in self._tags[1:]:
             if is_begin and text.startswith(tag, begin):
                 return begin, tag
             at = text.find(self.form.pad + tag, begin)
-            found.append((at + len(self.form.pad) if at >= 0 else -1, tag))
-        return min((entry for entry in found if entry[0] >= 0), default=(-1, ""))
+            tags.append((at + len(self.form.pad) if at >= 0 else -1, tag))
+        return min((entry for entry in tags if entry[0] >= 0), default=(-1, ""))
 
     def _may_be_last(self, text: str, at: int, tag: str) -> bool:
         """Return True if the tag ends the value when no further text comes."""
@@ -285,14 +289,15 @@ class _Value(Struct, frozen=True):
 
     def _is_end(self, text: str, at: int, tag: str) -> bool | None:
         """Return True if the tag ends the value, None if that depends on text to come."""
-        form, after = self.form, text[at + len(tag) :]
+        form = self.form
+        after = text[at + len(tag) :]
         if tag == form.parameter[0]:
-            found = KEY_NAME.match(after)
-            rest = after[found.end() :] if found else after
+            name = KEY_NAME.match(after)
+            rest = after[name.end() :] if name else after
             if not form.parameter[1].startswith(rest[: len(form.parameter[1])]):
                 return False
-            is_named = found is not None and found[0] in (self.missing or ())
-            return is_named if rest else None
+            is_missing = name is not None and name[0] in (self.missing or ())
+            return is_missing if rest else None
         following: tuple[str, ...] = (self.end_block, form.call[0])
         if tag == END_VALUE:
             following = (form.parameter[0], form.end_call, self.end_block)
