@@ -189,7 +189,7 @@ class App:
             raise ApiError(415, text, code="invalid_content_type")
         if (coding := header(scope, b"content-encoding") or b"identity").lower() != b"identity":
             shown = coding[:100].decode("latin-1")
-            text = f"the body must not be compressed, and its content-encoding is {shown}"
+            text = f"the body must not be compressed (content-encoding: {shown}); send plain JSON"
             raise ApiError(400, text, code="invalid_content_encoding")
         task = asyncio.current_task()
         assert task is not None

@@ -53,11 +53,11 @@ REFUSALS = {  # kind -> status, param, code
 CORRUPTED = "corrupted_output"
 FAILURES = {  # message, code
     FinishReason.ERROR: (
-        "the model computed numbers that are none: this answer cannot be trusted",
+        "the model produced NaN or infinite logits; this answer is invalid",
         CORRUPTED,
     ),
     FinishReason.FAILED: (
-        "the engine failed while it computed this answer; its log says why",
+        "the engine failed while computing this answer; see the server's log",
         "internal_error",
     ),
 }

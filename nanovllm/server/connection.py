@@ -142,7 +142,7 @@ class Connection(HttpToolsProtocol):
             return
         except httptools.HttpParserError as error:
             cause = error.__context__  # raised in one of our callbacks
-            invalid = ApiError(400, "this is not valid HTTP", code=CODE)
+            invalid = ApiError(400, "the request is not valid HTTP", code=CODE)
             self._refuse(cause if isinstance(cause, ApiError) else invalid)
             return
         if self._in_head and self.url and data.endswith(b"\n") and self._has_no_version():
@@ -180,7 +180,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade() and self.parser.get_method() == b"POST":
-            text = "this server speaks HTTP/1.1 alone: leave out the header Upgrade"
+            text = "this server supports only HTTP/1.1: leave out the header Upgrade"
             raise ApiError(400, text, code=CODE)  # the parser would skip the body
         version = self.parser.get_http_version()
         check_head(version, self.headers)
@@ -292,8 +292,9 @@ class Connection(HttpToolsProtocol):
     def _too_large(self) -> ApiError:
         settings = self._settings
         text = (
-            f"headers must have at most {settings.max_header_bytes} bytes in all "
-            f"(server.max_header_bytes) and be at most {settings.max_headers} (server.max_headers)"
+            f"headers must have at most {settings.max_header_bytes} bytes in total "
+            f"(server.max_header_bytes), and there must be at most {settings.max_headers} of them "
+            "(server.max_headers)"
         )
         return ApiError(431, text, code="headers_too_large")
 

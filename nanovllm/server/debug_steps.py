@@ -51,7 +51,7 @@ class DebugSteps:
         clients = self._engines.clients
         since = _number(scope, "since", 1 << 53)
         at = _number(scope, "engine", len(clients) - 1)
-        gone = ApiError(503, "the engine does not answer", code="engine_failed")
+        gone = ApiError(503, "the engine does not respond", code="engine_failed")
         if clients[at].is_lost:
             raise gone
         answer: asyncio.Future[Steps] = asyncio.get_running_loop().create_future()

@@ -72,8 +72,8 @@ def check_decoder(tokenizer: Tokenizer) -> None:
     """Raise ConfigError if the vocabulary is not byte-level."""
     if not isinstance(tokenizer.decoder, decoders.ByteLevel):
         raise ConfigError(
-            "tokenizer.json: the decoder must be ByteLevel, and is another, as of Llama 2 and "
-            "Mistral: Llama 3.1 and Qwen3 have byte-level vocabularies"
+            "tokenizer.json: the decoder must be ByteLevel; others, as in Llama 2 and Mistral, are "
+            "not supported: use models such as Llama 3.1 and Qwen3"
         )
 
 

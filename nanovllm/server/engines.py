@@ -82,7 +82,7 @@ class Engines:
         """
         if len(paths) > 1:
             return await Replicas.connect(paths, recipe, first_life)
-        gone = partial(log.error, "the engine is gone")
+        gone = partial(log.error, "lost the connection to the engine")
         return cls([await EngineClient.connect(paths[0], gone)], recipe.server.stall_s)
 
     @property
@@ -198,7 +198,7 @@ class Replicas(Engines):
         return max(client.num_open, num_reported + self._num_workers * num_changed)
 
     def lost(self, at: int) -> None:
-        log.error("engine %d is gone", at)
+        log.error("lost the connection to engine %d", at)
         self._router.forget(at)
         again = EngineClient.connect(self._paths[at], partial(self.lost, at))
         self.connect_later(at, asyncio.ensure_future(again))
@@ -219,7 +219,7 @@ class Replicas(Engines):
                 connecting = asyncio.ensure_future(again)
                 continue
             self.clients[at] = client
-            log.info("engine %d is back %s", at, fields(worker=client.ready.worker))
+            log.info("reconnected to engine %d %s", at, fields(worker=client.ready.worker))
             return
 
 
@@ -242,11 +242,11 @@ async def those_ready(tasks: Sequence[asyncio.Task[EngineClient]]) -> list[Engin
 
 def problem_of(client: EngineClient, stall_s: float) -> ApiError | None:
     if client.is_lost:
-        return ApiError(503, "the engine is gone", code="unhealthy")
+        return ApiError(503, "the server has lost its engine", code="unhealthy")
     if (silent_s := client.silent_s) > stall_s:
-        text = f"the engine has given no sign of life for {silent_s:.0f} s"
+        text = f"the engine has not responded for {silent_s:.0f} s"
         return ApiError(503, text, code="stalled")
     if (late_s := client.late_s) > stall_s:
-        text = f"the engine's step takes {late_s:.0f} s longer than any before"
+        text = f"the engine's step takes {late_s:.0f} s longer than any earlier one"
         return ApiError(503, text, code="stalled")
     return None

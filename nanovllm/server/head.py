@@ -23,7 +23,7 @@ CONTINUE = b"100-continue"
 
 def not_spoken(version: str) -> ApiError:
     status = 400 if version < "1" else HTTPStatus.HTTP_VERSION_NOT_SUPPORTED
-    return ApiError(status, f"HTTP/{version} is not spoken here; use HTTP/1.1", code=CODE)
+    return ApiError(status, f"HTTP/{version} is not supported; use HTTP/1.1", code=CODE)
 
 
 def check_head(version: str, headers: list[Header]) -> None:
@@ -32,13 +32,15 @@ def check_head(version: str, headers: list[Header]) -> None:
         raise not_spoken(version)
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1 or (version == "1.1" and not hosts):
-        raise ApiError(400, f"a request must have one header Host, not {len(hosts)}", code=CODE)
+        raise ApiError(
+            400, f"a request must have exactly one header Host, not {len(hosts)}", code=CODE
+        )
     if hosts and not AUTHORITY.fullmatch(hosts[0]):
-        raise ApiError(400, "the header Host must be a host and maybe a port", code=CODE)
+        raise ApiError(400, "the header Host must be a host, optionally with a port", code=CODE)
     if codings := _members(headers, b"transfer-encoding"):
         _check_codings(version, codings)
     if version == "1.1" and {*_members(headers, b"expect")} - {CONTINUE}:
-        text = "the header Expect may only be 100-continue"
+        text = "the header Expect must be 100-continue or absent"
         raise ApiError(417, text, code="expectation_failed")
 
 
@@ -67,7 +69,7 @@ def _check_codings(version: str, codings: list[bytes]) -> None:
     if codings[-1] != b"chunked":
         raise ApiError(400, "the last Transfer-Encoding must be chunked", code=CODE)
     if len(codings) > 1:
-        raise ApiError(501, "no Transfer-Encoding but chunked is understood", code=CODE)
+        raise ApiError(501, "the only supported Transfer-Encoding is chunked", code=CODE)
 
 
 def _members(headers: list[Header], name: bytes) -> list[bytes]:

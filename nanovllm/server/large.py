@@ -79,7 +79,9 @@ class Room:
             if num_bytes <= LARGE_BYTES:
                 return
             if num_new > self._left:
-                raise ApiError(503, "too many large requests wait already", code="overloaded")
+                raise ApiError(
+                    503, "too many large requests are waiting; retry later", code="overloaded"
+                )
             self._left -= num_new
             held = num_bytes
 
@@ -160,12 +162,12 @@ class _Worker:
             pipe.send_bytes(body)
             if not pipe.poll(MAX_S):
                 self.kill()
-                text = f"the body takes longer than {MAX_S:g} s to become a prompt"
+                text = f"rendering and tokenising the body takes longer than {MAX_S:g} s"
                 raise ApiError(400, text, code="too_slow")
             answer = _decode(pipe.recv_bytes())
         except (EOFError, OSError):
             self.kill()
-            text = "the process for large requests ended; the next one begins anew"
+            text = "the process for large requests exited; retry to start a new one"
             raise ApiError(503, text, code="large_body_failed") from None
         if isinstance(answer, RefusedBody):
             raise ApiError(answer.status, answer.message, param=answer.param, code=answer.code)
@@ -215,12 +217,12 @@ def answered(body: bytes, served: Served) -> bytes:
         prompt = served.template.prompt(request, served.max_model_tokens)
         rest = msgspec.json.encode(replace(request, messages=[], chat_template_kwargs=None))
         if len(rest) > MAX_LEFT_BYTES:
-            text = f"the body must have at most {MAX_LEFT_BYTES} bytes beside its messages"
+            text = f"the body must have at most {MAX_LEFT_BYTES} bytes in addition to its messages"
             raise ApiError(400, text, code="body_too_large")
         answer = PreparedBody(rest, prompt)
     except Exception as error:
         if not isinstance(error, ApiError):
-            log.exception("a large body failed")
+            log.exception("processing a large body failed")
             error = ApiError(500, "internal error")
         answer = RefusedBody(error.status, error.message, error.param, error.code)
     return msgspec.msgpack.encode(answer)

@@ -46,14 +46,14 @@ def generates(
     if request.token_limit is not None:
         max_new = min(max_new, request.token_limit)
     if request.min_tokens is not None and request.min_tokens > max_new:
-        text = f"at most {max_new}, which is all that max_tokens and the prompt leave"
+        text = f"at most {max_new}, the room left by max_tokens and the prompt"
         raise bad_value("min_tokens", text, request.min_tokens)
     stop_ids = {*(request.stop_token_ids or ()), *(() if request.ignore_eos else served.eos_ids)}
     first_seed = seed if request.seed is None else request.seed
     words = _bad_words(request, served)
     banned = {word[-1] for word in words} | (stop_ids if request.min_tokens else set())
     if all(one in banned for one in request.allowed_token_ids or range(served.vocab_size)):
-        text = "may leave no token: each (of allowed_token_ids) ends the output or one of bad_words"
+        text = "leaves no token: each one allowed ends the output or is banned by bad_words"
         raise misplaced("min_tokens" if request.min_tokens else "bad_words", text)
     packed = array("i", prompt.ids).tobytes()
     return [

@@ -109,7 +109,7 @@ class _Probe:
         if rendered.error in ("limit", "long"):
             raise ConfigError(
                 f"{which} in {self._files.folder} cannot be used: "
-                f"for one message without text, {rendered.text}"
+                f"even for one message without text, {rendered.text}"
             )
 
     def _rendered(

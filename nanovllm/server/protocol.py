@@ -194,7 +194,9 @@ def parse_request(
     except msgspec.DecodeError as error:
         refusal = bad_body(error)
         if refusal.param in allowed and "out of range" in refusal.message:
-            refusal = misplaced(refusal.param, f"must be {allowed[refusal.param]}, not far beyond")
+            refusal = misplaced(
+                refusal.param, f"must be {allowed[refusal.param]}; the value is far outside"
+            )
         raise refusal from None
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not valid UTF-8: {error}", code="invalid_json") from None
@@ -224,7 +226,7 @@ def _check_messages(messages: list[ChatMessage]) -> None:
             where = f"messages[{at}].content[{part_at}]"
             is_refusal = part.type == "refusal" and message.role == "assistant"
             if part.type != "text" and not is_refusal:
-                raise bad_value(f"{where}.type", "'text': this model reads text only", part.type)
+                raise bad_value(f"{where}.type", "'text': this model accepts only text", part.type)
             if (part.refusal if is_refusal else part.text) is None:
                 raise bad_value(f"{where}.{part.type}", "a string", None)
 
@@ -233,12 +235,12 @@ def _check_continuation(request: ChatRequest) -> None:
     if not request.continue_final_message:
         return
     if request.add_generation_prompt:
-        text = "must be left out where add_generation_prompt is true"
+        text = "must be left out if add_generation_prompt is true"
         raise misplaced("continue_final_message", text)
     last = request.messages[-1]
     if last.role != "assistant" or not last.text or last.tool_calls:
         where = f"messages[{len(request.messages) - 1}]"
-        raise bad_value(where, "an assistant's with text, to be continued", last.role)
+        raise bad_value(where, "an assistant's message with text, to be continued", last.role)
 
 
 def _check_sampling(request: ChatRequest) -> None:
@@ -276,7 +278,9 @@ def _check_output(request: ChatRequest) -> None:
     if salt is not None and not 0 < len(salt) <= 128:
         raise bad_value("cache_salt", "a string of 1 to 128 characters", salt)
     if request.request_id is not None and not REQUEST_ID.fullmatch(request.request_id):
-        raise bad_value("request_id", "1 to 128 of A-Z a-z 0-9 . _ -", request.request_id)
+        raise bad_value(
+            "request_id", "1 to 128 characters of A-Z a-z 0-9 . _ -", request.request_id
+        )
     _check_format(request)
     _check_tools(request)
 

@@ -46,7 +46,7 @@ class Renderer:
                     return answer
                 if is_last:
                     break
-        return Rendered("the process that renders it ended", "limit")
+        return Rendered("the process that renders it exited", "limit")
 
     def close(self) -> None:
         """End the subprocess. The next prompt starts a new one."""

@@ -75,7 +75,9 @@ class Reply:
         except Exception as error:
             self.session.abort_all()  # those submitted before
             if isinstance(error, EngineLostError):
-                raise ApiError(503, "the engine is gone", code="engine_failed") from None
+                raise ApiError(
+                    503, "the server has lost its engine", code="engine_failed"
+                ) from None
             raise
         self._metrics.prompt_tokens.observe(self.session.num_prompt)
         self._metrics.params_n.observe(request.n or 1)

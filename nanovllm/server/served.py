@@ -87,8 +87,8 @@ class Served:
             return
         token_id = next(token_id for token_id in ids if token_id >= self.vocab_size)
         text = (
-            f"{field}: the token {self.beyond[token_id]!r} (id {token_id}) is of the tokenizer, "
-            f"but not of the model, whose ids end with {self.vocab_size - 1}"
+            f"{field}: the tokenizer's token {self.beyond[token_id]!r} (id {token_id}) is outside "
+            f"the model's vocabulary, whose largest id is {self.vocab_size - 1}"
         )
         raise ApiError(400, text, param=field, code="invalid_value")
 
@@ -99,8 +99,8 @@ class Served:
         first, text = next(iter(self.beyond.items()))
         return [
             f"{len(self.beyond)} tokens of the tokenizer, the first one {text!r} (id {first}), "
-            f"are beyond the model's vocabulary of {self.vocab_size}: "
-            "requests with them are refused"
+            f"are outside the model's vocabulary of {self.vocab_size}: "
+            "requests that contain them are refused"
         ]
 
     def request(self, body: bytes) -> ChatRequest:

@@ -27,8 +27,8 @@ NEWER_ROLES = {"developer": "system", "function": "tool"}  # roles that template
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_RENDER_S = 5.0  # of CPU time
 NO_TOOLS = (
-    "tools: the model's chat template has no place for them, so the model would not see them; "
-    "leave them out, or serve the model with a template that shows tools"
+    "tools: the model's chat template does not support tools, so the model would not see them; "
+    "leave them out, or serve the model with a template that supports tools"
 )
 # Names, besides `reasoning_content`, under which templates read a message's reasoning.
 REASONING_NAMES = ("reasoning", "thinking")
@@ -116,7 +116,7 @@ class Template:
         field = "chat_template_kwargs" if request.chat_template_kwargs else "messages"
         if request.chat_template_kwargs:  # if it succeeds without them, they are at fault
             self.render(structs.replace(request, chat_template_kwargs=None))
-        text = f"{field}: the chat template refused them: {rendered.text}"
+        text = f"{field}: the chat template cannot render them: {rendered.text}"
         raise ApiError(400, text, param=field, code="template_error")
 
     def _options(self, request: ChatRequest) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def tool_choice(given: str | dict[str, Any] | None, names: Sequence[str]) -> Too
     if given not in (None, "auto", "required") and kind not in ("function", "allowed_tools"):
         raise bad_value("tool_choice", FORMS, given)
     if not names:
-        raise misplaced("tool_choice", "must be left out or 'none' where there are no tools")
+        raise misplaced("tool_choice", "must be left out or 'none' if there are no tools")
     if not isinstance(given, dict):
         return ToolChoice("required" if given == "required" else "auto", names)
     if kind == "function":

@@ -17,7 +17,7 @@ STRUCTURED = "use structured_outputs"
 INSTEAD = {
     "chat_template": "this server renders prompts with the model's own",
     "custom_logit_processor": "use logit_bias, bad_words or allowed_token_ids",
-    "documents": "give them in chat_template_kwargs",
+    "documents": "pass them in chat_template_kwargs",
     "ebnf": STRUCTURED,
     "function_call": "use tool_choice",
     "functions": "use tools",
@@ -31,7 +31,7 @@ INSTEAD = {
     "regex": STRUCTURED,
     "stop_regex": "use stop",
     "structural_tag": STRUCTURED,
-    "truncate_prompt_tokens": "prompts are never cut",
+    "truncate_prompt_tokens": "prompts are never truncated",
 }
 
 

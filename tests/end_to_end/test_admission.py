@@ -261,7 +261,7 @@ def test_one_corrupted_choice_ends_its_request(served, stream) -> None:
         engine.sinks[2].finish(Finish(2, FinishReason.ERROR))
         for sink in engine.sinks.values():
             sink.flush()
-        text = "the model computed numbers that are none: this answer cannot be trusted"
+        text = "the model produced NaN or infinite logits; this answer is invalid"
         check_failed(peer, "corrupted_output", text)
         assert engine.aborted == [3] and reply.is_over
         assert metrics.corrupted_requests == 1

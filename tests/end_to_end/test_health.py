@@ -79,7 +79,7 @@ def test_a_step_that_hangs_is_a_stall(beaten: Api) -> None:
     assert beaten.http.get("/health").status_code == 200  # a long prompt, just within the limit
     beat(beaten, 20.0, 10.5)
     eventually(lambda: beaten.http.get("/health").status_code == 503)
-    assert "longer than any before" in beaten.http.get("/health").text
+    assert "longer than any earlier one" in beaten.http.get("/health").text
     ages = [v for k, v in samples_of(beaten.http.get("/metrics").text).items() if "step_age" in k]
     assert len(ages) == 1 and 20.0 <= ages[0] < 25.0
     beat(beaten, 0.0, 0.0)

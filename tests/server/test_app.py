@@ -313,7 +313,10 @@ def test_a_dead_engine_is_told_to_everyone(tmp_path) -> None:
         assert json.loads(events[-2])["error"]["code"] == "engine_failed"
         assert content([json.loads(event) for event in events[:-2]] + [None]).startswith("word")
         response = api.http.get("/health")
-        assert (response.status_code, error(response)["message"]) == (503, "the engine is gone")
+        assert (response.status_code, error(response)["message"]) == (
+            503,
+            "the server has lost its engine",
+        )
         response = api.chat()
         assert (response.status_code, error(response)["type"]) == (503, "server_error")
 

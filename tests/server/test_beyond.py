@@ -20,8 +20,8 @@ IDS = tiny_tokenizer().get_vocab()
 USER = "<\uff5cUser\uff5c>"  # the last one
 THINK = IDS["<think>"]
 SAID = (
-    "the token {text!r} (id {id}) is of the tokenizer, "
-    "but not of the model, whose ids end with {last}"
+    "the tokenizer's token {text!r} (id {id}) is outside "
+    "the model's vocabulary, whose largest id is {last}"
 )
 
 
@@ -58,8 +58,8 @@ def test_a_warning_counts_them_and_names_the_first(tmp_path) -> None:
     assert served(tmp_path, len(IDS) + 9).warnings() == []  # rows without a token do no harm
     (warning,) = served(tmp_path, THINK).warnings()
     assert warning == (
-        f"5 tokens of the tokenizer, the first one '<think>' (id {THINK}), are beyond the model's "
-        f"vocabulary of {THINK}: requests with them are refused"
+        f"5 tokens of the tokenizer, the first one '<think>' (id {THINK}), are outside the model's "
+        f"vocabulary of {THINK}: requests that contain them are refused"
     )
 
 

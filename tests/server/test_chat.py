@@ -67,7 +67,7 @@ def answered(steps, *, reason=FinishReason.STOP, **fields) -> ChatSession:
 def test_an_answer_that_the_engine_gave_up_is_a_500(stream) -> None:
     session = answered([[5], [6]], reason=FinishReason.FAILED, stream=stream)
     assert (session.failure.status, session.failure.code) == (500, "internal_error")
-    assert "the engine failed while it computed this answer" in session.failure.message
+    assert "the engine failed while computing this answer" in session.failure.message
 
 
 def message_of(session: ChatSession) -> dict[str, object]:
@@ -322,7 +322,7 @@ def test_allowed_tokens_are_the_engines_to_keep() -> None:
 
 def test_an_output_that_must_not_end_needs_tokens_that_do_not_end_it() -> None:
     ends = sorted(SERVED.eos_ids)
-    with pytest.raises(ApiError, match="min_tokens may leave no token") as caught:
+    with pytest.raises(ApiError, match="min_tokens leaves no token") as caught:
         opened(allowed_token_ids=[*ends, 5], stop_token_ids=[5], min_tokens=1)
     assert (caught.value.status, caught.value.param) == (400, "min_tokens")
     for more in ({}, {"min_tokens": 1, "ignore_eos": True}):

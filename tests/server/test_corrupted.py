@@ -10,7 +10,7 @@ from nanovllm.wire import Refusal, RefusalKind
 from tests.server.serving import body, content, eventually
 
 ERROR = {
-    "message": "the model computed numbers that are none: this answer cannot be trusted",
+    "message": "the model produced NaN or infinite logits; this answer is invalid",
     "type": "server_error",
     "param": None,
     "code": "corrupted_output",

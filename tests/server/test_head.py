@@ -162,5 +162,5 @@ def test_parts_of_a_head() -> None:
     assert expects_continue("1.1", [(b"expect", b"100-Continue")])
     assert not expects_continue("1.0", [(b"expect", b"100-continue")])
     check_head("1.1", [(b"host", b"")])
-    with pytest.raises(ApiError, match="one header Host, not 2"):
+    with pytest.raises(ApiError, match="exactly one header Host, not 2"):
         check_head("1.0", [(b"host", b"a"), (b"host", b"a")])

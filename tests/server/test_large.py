@@ -122,7 +122,7 @@ def test_errors_of_large_bodies_are_those_of_small_ones(api) -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
     many = {f"f{i}": {"x": "y" * 100} for i in range(20_000)}
     found = api.chat(response_format={"type": "json_object", "more": many}).json()["error"]
-    assert found["code"] == "body_too_large" and "beside its messages" in found["message"]
+    assert found["code"] == "body_too_large" and "in addition to its messages" in found["message"]
 
 
 def test_many_messages_are_as_much_work_as_a_large_body(tmp_path) -> None:
@@ -243,7 +243,9 @@ def test_the_process_writes_the_log_as_the_recipe_says() -> None:
     run = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=60)
     (line,) = run.stdout.splitlines()
     found = json.loads(line)
-    assert (found["level"], found["message"]) == ("error", "a large body failed"), run.stderr
+    assert (found["level"], found["message"]) == ("error", "processing a large body failed"), (
+        run.stderr
+    )
     assert "no such thing" in found["exception"]
 
 

@@ -125,7 +125,7 @@ def test_wrong_type(param, value) -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0].type",
-            "this model reads text only",
+            "this model accepts only text",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
@@ -150,7 +150,7 @@ def test_wrong_type(param, value) -> None:
             "continue_final_message",
             "left out",
         ),
-        (field(continue_final_message=True), "messages[0]", "an assistant's with text"),
+        (field(continue_final_message=True), "messages[0]", "an assistant's message with text"),
         (field(response_format={}), "response_format.type", "one of text, json_object"),
         (field(response_format={"type": "x"}), "response_format.type", "not 'x'"),
         (

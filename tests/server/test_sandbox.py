@@ -230,5 +230,5 @@ def test_tools_that_the_template_does_not_show_are_refused(tmp_path, renderer) -
 )
 def test_a_template_reaches_no_python(tmp_path, source, renderer) -> None:
     write_folder(tmp_path, source)
-    with pytest.raises(ApiError, match="the chat template refused them"):
+    with pytest.raises(ApiError, match="the chat template cannot render them"):
         rendered(tmp_path, MESSAGES, renderer)

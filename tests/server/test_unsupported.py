@@ -82,12 +82,12 @@ def test_what_changes_nothing_is_accepted(field) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"tool_choice": "auto"}, "left out or 'none' where there are no tools"),
-        ({"tool_choice": "required"}, "where there are no tools"),
-        ({"tool_choice": TOOL}, "where there are no tools"),
-        ({"tool_choice": "auto", "tools": []}, "where there are no tools"),
-        ({"tool_choice": "required", "tools": []}, "where there are no tools"),
-        ({"tool_choice": "auto", "tools": None}, "where there are no tools"),
+        ({"tool_choice": "auto"}, "left out or 'none' if there are no tools"),
+        ({"tool_choice": "required"}, "if there are no tools"),
+        ({"tool_choice": TOOL}, "if there are no tools"),
+        ({"tool_choice": "auto", "tools": []}, "if there are no tools"),
+        ({"tool_choice": "required", "tools": []}, "if there are no tools"),
+        ({"tool_choice": "auto", "tools": None}, "if there are no tools"),
     ],
 )
 def test_a_choice_of_tools_needs_tools(fields, words) -> None:
