@@ -1,4 +1,4 @@
-"""The step loop: the one place where planning, running and publishing meet."""
+"""The step loop: plan a step, launch it on the device, publish the results of an earlier step."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ FAILED = "the engine failed to admit this request; its log says why"
 
 
 class Masker(Protocol):
-    """Which tokens the grammars of running requests allow next."""
+    """Grammar masks: the tokens that running requests may sample next."""
 
     def fill(self, rows: list[tuple[int, list[int]]]) -> Masks:
-        """Masks for rows: a request's id, and the drafts that its row feeds.
+        """Return the masks of rows, each given as (request id, draft tokens of the row).
 
-        1 + len(drafts) each: the first, then one behind each draft. A request that has finished
-        gets any, as does what is behind a draft that its grammar refuses.
+        A row has 1 + len(drafts) masks: one for the first token, then one after each draft. Masks
+        of a finished request, and masks after a draft that the grammar rejects, are arbitrary.
         """
         ...
 
     def advance(self, output: StepOutput) -> Collection[int]:
-        """Follow the tokens of a step, and forget the requests it finished.
+        """Advance the grammars by a step's tokens, and drop the requests that it finished.
 
-        Return the ids of requests that failed: their tokens are not what their grammars allow.
+        Return the ids of failed requests, whose tokens their grammars do not allow.
         """
         ...
 
@@ -46,19 +46,21 @@ class Masker(Protocol):
 @dataclass(frozen=True, slots=True)
 class InFlight:
     handle: StepHandle
-    rested: bool  # the first step after a rest
+    rested: bool  # first step after the engine was idle
     num_decoded: int  # tokens of decode rows
     num_prompt: int  # prompt tokens
 
 
 class EngineLoop:
-    """With depth = 1 it plans step N+1 while the device runs step N; depth = 0 never overlaps.
+    """The step loop. With depth = 1 it plans step N+1 while the device runs step N.
 
-    Decision: where rows follow a grammar, step N+1's forward pass is launched as always and only
-    its sampling waits until step N's tokens are on the host and the masks are made: the host
-    computes masks while the device computes logits.
+    With depth = 0, planning and running never overlap.
 
-    `pace`: keeps scheduler.mixed_step_tokens fitting; None: it stays as it is.
+    Decision: if rows follow a grammar, the forward pass of step N+1 is launched as usual. Only its
+    sampling waits for step N's tokens and the masks. The host thus computes masks while the device
+    computes logits.
+
+    `pace` adjusts scheduler.mixed_step_tokens before each plan; with None it is constant.
     """
 
     def __init__(
@@ -77,11 +79,11 @@ class EngineLoop:
         self.masker = masker
         self.depth = depth
         self.pace = pace
-        self.now = now  # seconds: who came when decides who goes first
-        self.clock = StepClock()  # of the host
+        self.now = now  # seconds; arrival times order the queue
+        self.clock = StepClock()  # host time per part of a step
         self.progress = StepProgress()
         self.recent = Recent(scheduler, executor, now)
-        self.bubble_s = 0.0  # in all, the device waited for the host while there was work
+        self.bubble_s = 0.0  # total time that the device waited for the host despite work
         self._in_flight: deque[InFlight] = deque()
         self._rested = True
 
@@ -90,7 +92,7 @@ class EngineLoop:
         return not self._in_flight and not self.scheduler.has_work
 
     def handle(self, message: ToEngine) -> None:
-        """An exception of one request's admission is that request's end, and nobody else's."""
+        """Process a message. An exception while admitting a request fails only that request."""
         match message:
             case Generate():
                 try:
@@ -102,7 +104,7 @@ class EngineLoop:
                 self.scheduler.abort(request_id)
 
     def fail(self, request_id: int) -> None:
-        """Refuse a request because of the exception that is being handled."""
+        """Refuse a request because of the exception being handled."""
         log.exception("request %d cannot be admitted", request_id)
         self.refuse(request_id, RefusalKind.FAILED, FAILED)
 
@@ -110,7 +112,7 @@ class EngineLoop:
         self._publish(StepOutput(refused=[Refusal(request_id, kind, reason)]))
 
     def tell(self) -> None:
-        """Publish refusals and the like at once, without waiting for a step."""
+        """Publish refusals and finishes immediately, outside a step."""
         if (told := self.scheduler.output()) != StepOutput():
             self.recent.told(told)
             self._publish(told)
@@ -128,7 +130,7 @@ class EngineLoop:
             self.recent.planned(plan)
             self.clock.lap("launch")
             if plan.masked:
-                self._complete(0)  # a mask follows from every token before it
+                self._complete(0)  # a mask depends on all tokens before it
                 handle.sample(self.masker.fill(self.scheduler.masked_rows(plan)))
                 self.clock.lap("mask")
             self._in_flight.append(InFlight(handle, self._rested, num_decoded, num_prompt))
@@ -154,7 +156,7 @@ class EngineLoop:
             self.clock.lap("complete")
 
     def _publish(self, output: StepOutput) -> None:
-        """Publish what happened. A request that its masker gives up ends with an error, alone."""
+        """Publish an output. Only the requests whose grammar failed end with an error."""
         if failed := self.masker.advance(output):
             for request_id in failed:
                 self.scheduler.abort(request_id, FinishReason.FAILED)

@@ -1,18 +1,20 @@
-"""How many prompt tokens go with decode rows, by the time that steps took. Reads no clock.
+"""Control of the number of prompt tokens in steps with decode rows, from measured step times.
 
-Decision: nothing is assumed of the device but that a step without prompts ("quiet") takes longer
-for more rows, and that a prompt's tokens cost time besides. Both are medians of the latest steps,
-so that one slow step changes nothing, and each new limit is tried at once: nonlinear costs
-(attention over long contexts, launches, padding) are in the next measurement.
+Reads no clock.
 
-Bounds. Above: a step with prompts takes about TARGET quiet ones, below four with all noise. Below:
-prompts keep SHARE of the pace that the device has for their tokens alone. A slow host adds time to
-every step with a prompt, however few tokens it has; dividing the target by the average cost of a
-token then shrinks the steps' tokens to the least, for nothing. So the time of a step is split into
-a fixed part F and the cost c of one token more. Steps get F / c * SHARE / (1 - SHARE) tokens on
-average, or more, which makes them a third longer than F: a prompt of L tokens is computed within
-L * c / SHARE seconds, four times what its tokens take alone. Where F is above 2.5 quiet steps, this
-bound comes before the one above.
+Decision: the controller assumes only two things of the device. A step without prompts (a "quiet"
+step) takes longer for more rows, and a prompt's tokens add to that. Both costs are medians of the
+latest steps, so one slow step changes nothing. Each new limit is tried immediately; nonlinear costs
+(attention over long contexts, launches, padding) are part of the next measurement.
+
+Upper bound: a step with prompts takes about TARGET quiet steps, and less than four with all noise.
+Lower bound: prompts keep SHARE of the speed that the device reaches for their tokens alone. A slow
+host adds time to every step with a prompt, even one with few tokens. Dividing the target by the
+average cost of a token would then shrink steps to the minimum without any gain. Therefore the time
+of a step is split into a fixed part F and the cost c of one more token. Steps get at least
+F / c * SHARE / (1 - SHARE) tokens on average, which makes them a third longer than F. A prompt of L
+tokens is then computed within L * c / SHARE seconds, four times the cost of its tokens alone. If F
+is more than 2.5 quiet steps, the lower bound takes precedence over the upper one.
 """
 
 from __future__ import annotations
@@ -21,27 +23,29 @@ from collections import deque
 
 from nanovllm.config import Schedule
 
-TARGET = 2.5  # quiet steps that a mixed one takes: with all noise it stays below four
-SHARE = 0.25  # of the pace of a prompt's tokens alone, which prompts keep at least
-SWING = (0.5, 1.5)  # of the lower bound, in turns: steps of one size do not show what a token costs
-UNITS = 64  # parts of step_tokens: prompts with decode rows get one at least
+TARGET = 2.5  # duration of a mixed step in quiet steps; with all noise it stays below four
+SHARE = 0.25  # least fraction of the speed of a prompt's tokens alone
+SWING = (0.5, 1.5)  # alternating factors of the lower bound; equal sizes do not give a slope
+UNITS = 64  # parts of step_tokens; prompts with decode rows get at least one
 QUIET_WINDOW, COST_WINDOW, SIZES_WINDOW = 9, 5, 16  # steps
-LATEST = 4  # steps with prompts: an even number, as their sizes swing
-NEAR = 3  # steps: contexts are about as long in two that are no further apart
-LEAST_PAIRS = 3  # of such steps, of different sizes
-DIFFERENT = 1.5  # times the tokens: steps whose times show what a token costs
-PROBE_STEPS = 16  # one step in this many has twice the least tokens, where those miss the target
-STALE_STEPS = 64  # a quiet step is due after so many without one, for about as many rows
+LATEST = 4  # steps with prompts; an even number, because their sizes alternate
+NEAR = 3  # largest distance of two compared steps, which then have similar contexts
+LEAST_PAIRS = 3  # pairs of such steps with different sizes
+DIFFERENT = 1.5  # least ratio of the sizes of two compared steps
+PROBE_STEPS = 16  # period of steps with twice the least tokens, if the target is missed
+STALE_STEPS = 64  # longest run of plans without a quiet step for about this number of rows
 
 
 class MixedCosts:
-    """The time of steps with decode rows and prompts beyond that of quiet steps: a fixed part, and
-    the cost of one token more, which steps of different sizes show."""
+    """Cost of prompts in steps with decode rows, in excess of quiet steps.
+
+    It is a fixed part and the cost of one more token, estimated from steps of different sizes.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, float]] = deque(maxlen=SIZES_WINDOW)  # tokens, seconds
-        self.token_s = 0.0  # as last seen; 0: not yet
-        self._seen_at = 0  # tokens of the smallest step by then; before, of the first step
+        self.token_s = 0.0  # latest estimate; 0 before the first
+        self._seen_at = 0  # tokens of the smallest step of that estimate, or of the first step
 
     def add(self, num_prompt: int, more_s: float) -> None:
         self._steps.append((num_prompt, more_s))
@@ -56,25 +60,24 @@ class MixedCosts:
 
     @property
     def most_tokens(self) -> int:
-        """The tokens of the largest of the latest steps; 0 before the first."""
+        """Return the tokens of the largest of the latest steps; 0 before the first."""
         return max((num for num, _ in list(self._steps)[-LATEST:]), default=0)
 
     @property
     def latest_tokens(self) -> int:
-        """The tokens of the latest step; 0 before the first."""
+        """Return the tokens of the latest step; 0 before the first."""
         return self._steps[-1][0] if self._steps else 0
 
     @property
     def have_shrunk(self) -> bool:
-        """Steps are much smaller than when the cost of a token was last seen."""
+        """Return whether steps are much smaller than at the latest estimate of a token's cost."""
         return 0 < DIFFERENT * self.latest_tokens <= self._seen_at
 
     def lower_bound(self, quiet_s: float) -> float:
-        """Return the tokens on average that keep prompts at SHARE of their pace alone; 0 while
-        this is unknown.
+        """Return the average tokens per step that keep prompts at SHARE of their speed alone.
 
-        A token costs at least half of SHARE of the average: without this limit, which is below the
-        cost at the bound, noise could make it 0.
+        Return 0 while it is unknown. The cost of a token is at least SHARE / 2 of the average.
+        This limit is less than the cost at the bound; without it, noise could make the cost 0.
         """
         if not self.token_s or not quiet_s:
             return 0.0
@@ -86,30 +89,30 @@ class MixedCosts:
 
 
 class PaceKeeper:
-    """Asked before each plan, told of each plan, and told of each step's time."""
+    """The controller. Read its limit before each plan; report each plan and each step's time."""
 
     def __init__(self, step_tokens: int, start: int) -> None:
-        """`start`: prompt tokens beside decode rows as long as nothing is known."""
+        """`start`: prompt tokens next to decode rows before the first measurements."""
         self.step_tokens = step_tokens
         self.start = start
         self.unit = max(1, step_tokens // UNITS)
-        self._quiet_s: dict[int, deque[float]] = {}  # by size_class of the rows
-        self._token_s: deque[float] = deque(maxlen=COST_WINDOW)  # of a prompt's token
+        self._quiet_s: dict[int, deque[float]] = {}  # seconds by size_class of the rows
+        self._token_s: deque[float] = deque(maxlen=COST_WINDOW)  # seconds per prompt token
         self._mixed = MixedCosts()
-        self._least = 0.0  # tokens of the lower bound; 0 while it is unknown
-        self._num_mixed = 0  # plans with rows and prompts so far
-        self._quiet_at: dict[int, int] = {}  # by size_class: the newest plan without prompts
-        self._num_plans = self._num_rows = 0  # so far; of the newest plan
+        self._least = 0.0  # lower bound in tokens; 0 while it is unknown
+        self._num_mixed = 0  # plans with rows and prompts until now
+        self._quiet_at: dict[int, int] = {}  # index of the latest quiet plan by size_class
+        self._num_plans = self._num_rows = 0  # plans until now; rows of the latest plan
 
     @property
     def mixed_step_tokens(self) -> int:
-        """For the next plan: policy.prompt_budget makes of it what `prompt_tokens` says."""
+        """Return the next plan's limit, from which policy.prompt_budget gets `prompt_tokens`."""
         prompt = self.prompt_tokens
         return min(prompt + self._num_rows, 4 * prompt)
 
     @property
     def prompt_tokens(self) -> int:
-        """With as many decode rows as the latest plan had. 0: to measure a quiet step."""
+        """Return the prompt tokens for the rows of the latest plan; 0 to measure a quiet step."""
         kind = size_class(self._num_rows)
         is_stale = self._num_plans - self._quiet_at.get(kind, -STALE_STEPS) > STALE_STEPS
         if self._num_rows and is_stale:
@@ -122,10 +125,10 @@ class PaceKeeper:
         return min(max(1, int(fitting / self.unit)) * self.unit, self.step_tokens)
 
     def _least_tokens(self, fitting: float) -> float:
-        """Return the tokens of the next step by the lower bound, where that is above `fitting`.
+        """Return the tokens of the next step by the lower bound if it exceeds `fitting`, or 0.
 
-        A step has at most twice the tokens of the latest ones. Where steps shrink, or have the
-        least tokens, one is larger, to see what a token costs.
+        A step has at most twice the tokens of the latest ones. If steps shrink, or have the least
+        tokens, occasional steps are larger, to measure the cost of a token.
         """
         most, is_large = self._mixed.most_tokens, self._num_mixed % 2
         if fitting < self._least:
@@ -138,7 +141,7 @@ class PaceKeeper:
         return 2 * self.unit if 0 < most < 2 * self.unit and is_due else 0.0
 
     def planned(self, num_rows: int, num_prompt: int) -> None:
-        """A plan has so many tokens of decode rows (drafts count like rows), and of prompts."""
+        """Record a plan by its tokens of decode rows (including drafts) and of prompts."""
         self._num_plans += 1
         self._num_rows = num_rows
         self._num_mixed += num_rows > 0 and num_prompt > 0
@@ -146,12 +149,12 @@ class PaceKeeper:
             self._quiet_at[size_class(num_rows)] = self._num_plans
 
     def measured(self, num_rows: int, num_prompt: int, seconds: float) -> None:
-        """So long the device worked on such a step."""
+        """Record the device time of a step with this number of rows and prompt tokens."""
         kind = size_class(num_rows)
         if not num_prompt:
             self._quiet_s.setdefault(kind, deque(maxlen=QUIET_WINDOW)).append(seconds)
-        elif num_prompt >= self.unit:  # fewer say nothing of what one costs
-            # A step of prompts alone also reads the weights, as a quiet one does.
+        elif num_prompt >= self.unit:  # fewer tokens give no estimate of their cost
+            # A step of prompts alone also reads the weights, like a quiet step.
             quiet_s = self._quiet_step_s(kind)
             more_s = max(seconds - quiet_s, seconds / 8)
             self._token_s.append(more_s / num_prompt)
@@ -160,7 +163,7 @@ class PaceKeeper:
                 self._least = self._mixed.lower_bound(quiet_s)
 
     def _quiet_step_s(self, kind: int) -> float:
-        """The seconds of a step of the nearest known number of rows; 0: none is known."""
+        """Return the time of a quiet step of the nearest measured size class; 0 without any."""
         if not self._quiet_s:
             return 0.0
         nearest = min(self._quiet_s, key=lambda known: (abs(known - kind), known))
@@ -168,19 +171,19 @@ class PaceKeeper:
 
 
 def size_class(num_rows: int) -> int:
-    """Numbers of rows within a factor of two count as one."""
+    """Return the size class: numbers of rows within a factor of two share one."""
     return num_rows.bit_length()
 
 
 def middle(values: deque[float]) -> float:
-    """The median, of an even number the upper one."""
+    """Return the median; of an even number of values, the upper one."""
     return sorted(values)[len(values) // 2]
 
 
 def pace_of(schedule: Schedule, device: str) -> PaceKeeper | None:
-    """The keeper of a resolved schedule; None where the recipe has a number.
+    """Return the controller of a resolved schedule; None if the recipe has a fixed number.
 
-    A CPU starts low: there a step of step_tokens takes a good part of a second.
+    On a CPU the start is low, because a step of step_tokens takes a large part of a second.
     """
     if schedule.mixed_step_tokens != "auto":
         return None

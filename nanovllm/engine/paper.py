@@ -1,7 +1,7 @@
-"""An engine made of paper: tokens at a fixed rate, without a model, a device or torch.
+"""The paper engine: tokens at a fixed rate, without a model, a device or torch.
 
-It measures the server by itself: HTTP, text, mail, scheduler and cache are the real ones. Every
-answer is one sentence over and over, also where log-probabilities were asked for: there are none.
+It serves to measure the server alone. HTTP, text, messages, scheduler and cache are the real ones.
+Every answer repeats one sentence. Requested log-probabilities are absent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SENTENCE = " These words come from an engine made of paper, which has nothing to
 
 
 class Numbers(Struct, frozen=True):
-    """What a paper model needs of config.json."""
+    """Fields of config.json that the paper engine needs."""
 
     vocab_size: int
     max_position_embeddings: int
@@ -49,7 +49,7 @@ class PaperHandle:
     busy_s: float = 0.0
 
     def sample(self, masks: Masks) -> None:
-        """The sentence's token where it is allowed, else the first one that is."""
+        """Replace each token that its mask does not allow by the first allowed one."""
         for row, mask in zip(self.masked, masks, strict=True):
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
             if self.result.tokens[row, 0] not in allowed:
@@ -61,22 +61,22 @@ class PaperHandle:
 
 
 class PaperExecutor:
-    """Implements engine.executor.Executor. Steps take `step_s` each, one after the other."""
+    """Implementation of engine.executor.Executor. Steps take `step_s` each, one after another."""
 
     def __init__(self, sentence: list[int], num_slots: int, step_s: float) -> None:
         self._sentence: Int32 = np.array(sentence, np.int32)
-        self._num_said = np.zeros(num_slots, np.int64)  # per slot: its tokens so far
+        self._num_said = np.zeros(num_slots, np.int64)  # output tokens until now, per slot
         self._decodes: Int32 = np.zeros(0, np.int32)
         self._step_s = step_s
-        self._ends_at = 0.0  # of the newest step
+        self._ends_at = 0.0  # end of the latest step
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
 
     def vet(self, request: Generate) -> None:
-        """Paper takes any."""
+        """Accept every request."""
 
     def expert_load(self, *, wait: bool) -> None:
-        """Paper has no experts."""
+        """Return None: there are no experts."""
 
     def launch(self, plan: StepPlan) -> PaperHandle:
         for admit in plan.admits:
@@ -95,7 +95,7 @@ class PaperExecutor:
 
 
 def build(config: Config) -> tuple[PaperExecutor, Recipe, int, CacheLayout]:
-    """Returns what process.build does. Paper's caches have neither pages' bytes nor states."""
+    """Return the same as process.build. The cache layout has no bytes per page and no states."""
     path = Path(config.config_path)
     try:
         model = msgspec.json.decode(path.read_bytes(), type=Numbers)
@@ -109,9 +109,9 @@ def build(config: Config) -> tuple[PaperExecutor, Recipe, int, CacheLayout]:
 
 
 def resolve(recipe: Recipe, model_tokens: int, step_tokens: int = 8192) -> Recipe:
-    """The numbers of a GPU, and pages for every slot: paper is cheap.
+    """Resolve "auto" like on a GPU, with pages for every slot at full context.
 
-    `step_tokens`: of a step, where the recipe leaves that open.
+    `step_tokens` is the step size if the recipe leaves it open.
     """
     cache, server = recipe.cache, recipe.server
     schedule = resolve_schedule(recipe.schedule, on_cpu=False, most=step_tokens)

@@ -1,4 +1,7 @@
-"""The engine process: build, report ready, run the step loop, shut down. Knows no policies."""
+"""The engine process: build, report ready, run the step loop, shut down.
+
+Contains no scheduling policy.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +51,13 @@ from nanovllm.wire import (
 log = logging.getLogger("engine")
 STATS_EVERY_S = 0.2
 BEAT_EVERY_S = 0.5
-RETRY_S = 0.2  # after a connection that could not be accepted
-MOST_WORKERS = 1 << (63 - WORKER_BITS)  # numbers of connections
-Waited = tuple[Generate, CompileOutcome]  # for its grammar
+RETRY_S = 0.2  # delay after a failed accept
+MOST_WORKERS = 1 << (63 - WORKER_BITS)  # number of distinct worker numbers
+Waited = tuple[Generate, CompileOutcome]  # request whose grammar has been compiled
 
 
 class Joined(NamedTuple):
-    """A new connection and its number, which no other has while its requests run."""
+    """A new connection and its worker number, unique while its requests run."""
 
     worker: int
     connection: BlockingConnection
@@ -70,11 +73,11 @@ class Supervised(Protocol):
     """The engine's view of its supervisor."""
 
     def on_leave(self, leave: Callable[[], object]) -> None:
-        """Call `leave` once no further API process will come."""
+        """Call `leave` when no further API process will connect."""
         ...
 
     def watch_steps(self, late_s: Callable[[], float]) -> None:
-        """Replace the engine while `late_s`, of the step in flight, is far above 0."""
+        """Replace the engine if `late_s`, of the step in flight, is far greater than 0."""
         ...
 
 
@@ -86,12 +89,13 @@ def main(
     ready: Callable[[], None],
     supervisor: Supervised | None = None,
 ) -> None:
-    """Serve until every API process has gone. Raises ConfigError if the recipe cannot be served.
+    """Serve until every API process has disconnected.
 
-    Without a `supervisor` there are `num_workers` API processes; with one they come and go, and
-    the engine ends when none is left after the supervisor's word.
+    Raise ConfigError if the recipe cannot be served. Without a `supervisor` exactly `num_workers`
+    API processes connect. With one they connect and disconnect at any time. The engine then ends
+    when none is left after the supervisor has called `leave`.
     """
-    gc.disable()  # nothing that is built is garbage
+    gc.disable()  # objects built at startup are never garbage
     executor, recipe, vocab_size, layout = build(config, place)
     schedule, cache = recipe.schedule, recipe.cache
     make = partial(
@@ -113,7 +117,7 @@ def main(
         with suppress(Exception):  # requests with a grammar are then refused with the reason
             grammars.queue.prepare()
     gc.collect()
-    gc.freeze()  # do not visit it again
+    gc.freeze()  # later collections skip these objects
     gc.enable()
     ready()
     made = Ready(
@@ -149,17 +153,16 @@ def accepted(listener: Listener, ready: Ready, worker: int) -> Joined:
 def accept_all(
     listener: Listener, ready: Ready, numbers: Iterator[int], join: Callable[[Joined], object]
 ) -> None:
-    """Accept API processes for ever, in a thread. They come late where one was restarted."""
+    """Accept API processes forever, in a thread. A restarted one connects late."""
     while True:
         try:
             join(accepted(listener, ready, next(numbers) % MOST_WORKERS))
-        except OSError:  # it left at once, or the system has no descriptor for it
+        except OSError:  # the peer disconnected, or there is no free file descriptor
             time.sleep(RETRY_S)
 
 
 def build(config: Config, place: Place) -> tuple[Executor, Recipe, int, CacheLayout]:
-    """What runs plans, the recipe as Ready tells it, the size of the vocabulary, and the layout of
-    the caches."""
+    """Return the executor, the resolved recipe, the vocabulary size and the cache layout."""
     if config.recipe.engine == "paper":
         return paper.build(config)
     log.info("importing torch")  # takes seconds
@@ -169,7 +172,7 @@ def build(config: Config, place: Place) -> tuple[Executor, Recipe, int, CacheLay
 
 
 class Engine:
-    """The loop with its mail: one thread reads each API process, one thread writes to it."""
+    """The step loop and its connections: one reader and one writer thread per API process."""
 
     def __init__(
         self,
@@ -181,12 +184,12 @@ class Engine:
         pace: PaceKeeper | None,
         stays: bool = False,
     ) -> None:
-        """`connections` have the numbers from 0 on. `stays`: others may join until `leave`."""
+        """`connections` are workers 0, 1, ...; with `stays` others may join until `leave`."""
         self.scheduler = scheduler
         self.executor = executor
         self.grammars = grammars
         self.loop = EngineLoop(scheduler, executor, self.publish, grammars, depth, pace=pace)
-        self._compiling: set[int] = set()  # requests that wait for their grammar
+        self._compiling: set[int] = set()  # ids of requests waiting for their grammar
         self._inbox: queue.SimpleQueue[ToEngine | Waited | Joined | Left | None]
         self._inbox = queue.SimpleQueue()
         self._outboxes: dict[int, queue.SimpleQueue[FromEngine | None]] = {}
@@ -205,11 +208,11 @@ class Engine:
         log.info("stopped %s", fields(steps=self.scheduler.stats().num_steps))
 
     def join(self, joined: Joined) -> None:
-        """Serve one more API process. May be called in any thread."""
+        """Serve one more API process. May be called from any thread."""
         self._inbox.put(joined)
 
     def leave(self) -> None:
-        """End once the last API process has gone. May be called in any thread."""
+        """End when the last API process has disconnected. May be called from any thread."""
         self._stays = False
         self._inbox.put(None)  # wakes an idle loop
 
@@ -219,14 +222,14 @@ class Engine:
             threading.Thread(target=work, args=(*joined, outbox), daemon=True).start()
 
     def _drop(self, worker: int) -> None:
-        """An API process has gone, and its requests with it."""
+        """Remove an API process that has disconnected, and abort its requests."""
         self._outboxes.pop(worker).put(None)
         for request_id in (*self._compiling, *self.scheduler.queue.by_id):
             if request_id >> WORKER_BITS == worker:
                 self._take(Abort(request_id))
 
     def _take_mail(self) -> None:
-        """Everything that has arrived; waits for something only when there is nothing to run."""
+        """Process all received messages. Block for one only if there is nothing to run."""
         if self.loop.idle:
             self.publish(StepOutput(stats=self.stats()))
             self._take(self._inbox.get())
@@ -244,7 +247,7 @@ class Engine:
             case Generate():
                 self._receive(message)
             case (request, outcome):
-                if request.request_id in self._compiling:  # else it was aborted meanwhile
+                if request.request_id in self._compiling:  # otherwise it has been aborted
                     self._compiling.remove(request.request_id)
                     self._start(request, outcome)
             case Abort(request_id) if request_id in self._compiling:
@@ -254,7 +257,7 @@ class Engine:
                 self.loop.handle(message)
 
     def _receive(self, request: Generate) -> None:
-        """Who waits for a grammar counts as waiting, like those who wait for the device."""
+        """Refuse, compile or start a request. One whose grammar compiles counts as waiting."""
         limit = self.scheduler.queue.max_queue
         if len(self._compiling) + len(self.scheduler.queue.waiting) >= limit:
             reason = f"{limit} requests are waiting already"
@@ -270,7 +273,7 @@ class Engine:
             self._start(request)
 
     def _start(self, request: Generate, grammar: CompileOutcome | None = None) -> None:
-        """Whatever goes wrong is this request's error and nobody else's."""
+        """Hand a request to the loop. An exception fails only this request."""
         if isinstance(grammar, Failure):
             self.loop.refuse(request.request_id, grammar.kind, grammar.reason)
             return
@@ -299,7 +302,7 @@ class Engine:
         )
 
     def publish(self, output: StepOutput) -> None:
-        """One message a step to each API process that has a part in it."""
+        """Send each API process its part of a step, in one message, if it has any."""
         if output.stats is None and time.monotonic() >= self._stats_due:
             self._stats_due = time.monotonic() + STATS_EVERY_S
             output = msgspec.structs.replace(output, stats=self.stats())
@@ -318,7 +321,7 @@ class Engine:
         outbox: queue.SimpleQueue[FromEngine | None],
     ) -> None:
         while (message := connection.recv()) is not None:
-            if isinstance(message, Look):  # which must not cost the loop anything
+            if isinstance(message, Look):  # answered here, so that it costs the loop no time
                 outbox.put(self.loop.recent.since(message.since))
             else:
                 self._inbox.put(message)
@@ -328,7 +331,7 @@ class Engine:
         progress = self.loop.progress
         while True:
             beat = Beat(progress.age_s(), progress.late_s())
-            for outbox in tuple(self._outboxes.values()):  # others may join meanwhile
+            for outbox in tuple(self._outboxes.values()):  # a copy: others may join concurrently
                 outbox.put(beat)
             time.sleep(BEAT_EVERY_S)
 
@@ -338,20 +341,20 @@ class Engine:
         connection: BlockingConnection,
         outbox: queue.SimpleQueue[FromEngine | None],
     ) -> None:
-        with suppress(OSError):  # the API process has gone; its reader reports that to the loop
+        with suppress(OSError):  # the peer disconnected; the reader thread reports it to the loop
             while (message := outbox.get()) is not None:
                 connection.send(message)
 
 
 def part_of(output: StepOutput, worker: int) -> StepOutput | None:
-    """What one API process needs to know of a step; None if nothing."""
+    """Return one API process's part of a step; None if it has none."""
 
     def mine(request_id: int) -> bool:
         return request_id >> WORKER_BITS == worker
 
     ids = np.frombuffer(output.ids, np.int64)
     chosen = (ids >> WORKER_BITS) == worker
-    counts = np.frombuffer(output.counts, np.int32)  # none: one each
+    counts = np.frombuffer(output.counts, np.int32)  # empty: one token per row
     tokens = np.frombuffer(output.tokens, np.int32)[np.repeat(chosen, counts if len(counts) else 1)]
     part = StepOutput(
         ids=ids[chosen].tobytes(),

@@ -1,10 +1,10 @@
 """Messages over a Unix socket: frames of a little-endian u32 length and one msgpack message.
 
-Owns framing and both ends: a blocking one for the engine process and an asyncio one for API
-processes. Knows nothing about what the messages mean.
+The module has framing and both ends: a blocking one for the engine process and an asyncio one for
+API processes. It does not interpret messages.
 
-Decision: a stream socket and these few lines instead of a message library, because here a dead
-peer is an end of file at once; with heartbeats it would be a guess after seconds.
+Decision: a stream socket and these few lines replace a message library. A dead peer is an immediate
+end of file; with heartbeats it would be a guess after seconds.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ T = TypeVar("T")
 HEADER = struct.Struct("<I")
 READ_BYTES = 256 * 1024
 RETRY_S = 0.05
-CHECK_EVERY_S = 1.0  # whether a listener's file is still there
+CHECK_EVERY_S = 1.0  # interval of checks that a listener's socket file still exists
 
 
 class Frames(Generic[T]):
-    """Turns bytes, however they are cut, into the messages completed by them."""
+    """Incremental decoder of a byte stream, split at any position, into messages."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[T]) -> None:
         self._decode = decoder.decode
@@ -69,15 +69,15 @@ class BlockingConnection:
         self._received: deque[ToEngine] = deque()
 
     def send(self, message: FromEngine) -> None:
-        """Blocks while the peer's buffer is full. Raises OSError when the peer is gone."""
+        """Send a message. Block while the peer's buffer is full; raise OSError if it is gone."""
         self._sock.sendall(frame(self._encoder, message))
 
     def recv(self) -> ToEngine | None:
-        """The next message, blocking; None when the connection has ended."""
+        """Return the next message, blocking; None if the connection has ended."""
         while not self._received:
             try:
                 count = self._sock.recv_into(self._chunk)
-            except OSError:  # reset by the peer, or closed by another thread of ours
+            except OSError:  # reset by the peer, or closed by another thread of this process
                 return None
             if not count:
                 return None
@@ -85,15 +85,17 @@ class BlockingConnection:
         return self._received.popleft()
 
     def close(self) -> None:
-        """Also wakes a thread that is blocked in `recv`: it gets None."""
+        """Close the connection. A thread blocked in `recv` wakes up and returns None."""
         with contextlib.suppress(OSError):  # the peer closed first
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
 
 def make_private(folder: str) -> None:
-    """Make the folder of a server's sockets, unless it is there. Raises OSError if it belongs to
-    another user."""
+    """Create the folder of a server's sockets if it does not exist.
+
+    Raise OSError if it belongs to another user.
+    """
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
     if os.stat(folder).st_uid != os.getuid():
@@ -101,9 +103,9 @@ def make_private(folder: str) -> None:
 
 
 class Listener:
-    """The engine's address. Bound at once: API processes may connect before `accept` is called.
+    """The engine's listening socket. API processes may connect before `accept` is called.
 
-    A cleaner of /tmp may remove the socket's file: then it is bound again within CHECK_EVERY_S, so
+    A cleaner of /tmp may remove the socket's file. It is then bound again within CHECK_EVERY_S, so
     that API processes started later find the engine.
     """
 
@@ -123,8 +125,10 @@ class Listener:
         return sock
 
     def accept(self) -> BlockingConnection:
-        """Return the next connection, blocking. Raises OSError if the system has no descriptor, or
-        the listener is closed."""
+        """Return the next connection, blocking.
+
+        Raise OSError if no file descriptor is free, or if the listener is closed.
+        """
         while True:
             try:
                 return BlockingConnection(self._sock.accept()[0])
@@ -133,7 +137,7 @@ class Listener:
                     self._bind_again()
 
     def _bind_again(self) -> None:
-        with contextlib.suppress(OSError):  # tried again after the next timeout
+        with contextlib.suppress(OSError):  # retried after the next timeout
             make_private(os.path.dirname(self._path))
             old, self._sock = self._sock, self._bound()
             old.close()
@@ -143,7 +147,7 @@ class Listener:
 
 
 class AsyncConnection(asyncio.Protocol):
-    """An API process's end: decoded messages arrive in a callback, all of one read together."""
+    """An API process's end of a connection. Messages of one read reach one callback call."""
 
     def __init__(
         self, received: Callable[[list[FromEngine]], None], lost: Callable[[], None]
@@ -158,9 +162,10 @@ class AsyncConnection(asyncio.Protocol):
     async def connect(
         cls, path: str, received: Callable[[list[FromEngine]], None], lost: Callable[[], None]
     ) -> AsyncConnection:
-        """Waits for the engine to appear at `path`; who started it watches whether it lives.
+        """Wait until an engine listens at `path`, and return the connection.
 
-        One that ends just as it is found resets the connection: another may follow it there.
+        The process that started the engine watches whether it lives. An engine that ends during
+        the attempt resets the connection; it is retried, since a successor may use the same path.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -170,7 +175,7 @@ class AsyncConnection(asyncio.Protocol):
                 await asyncio.sleep(RETRY_S)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
 
     def data_received(self, data: bytes) -> None:
         self._received(self._frames.feed(data))
@@ -185,5 +190,5 @@ class AsyncConnection(asyncio.Protocol):
         self._transport.close()
 
     def abort(self) -> None:
-        """Without sending what is still to be sent."""
+        """Close the connection without sending buffered data."""
         self._transport.abort()

@@ -1,7 +1,7 @@
-"""An API process's view of the engine: submit and abort requests, route results to their sinks.
+"""An API process's client of the engine: submit and abort requests, route results to their sinks.
 
-Results arrive once per engine step, as packed arrays, and reach each request through plain calls:
-no queue, task or future per request. Knows nothing about HTTP or text.
+Results arrive once per engine step, as packed arrays, and reach each request through plain calls.
+There is no queue, task or future per request, and no code for HTTP or text.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class EngineLostError(Exception):
 
 
 class Sink(Protocol):
-    """Where one request's results go. Called from the event loop; must not block."""
+    """Receiver of one request's results. Called from the event loop; must not block."""
 
     def started(self, num_cached: int) -> None: ...
 
     def logprobs(self, entry: TokenLogprobs) -> None:
-        """Precedes the `tokens` call that brings its token."""
+        """Take the log-probabilities of a token, before the `tokens` call with that token."""
         ...
 
     def tokens(self, token_ids: Sequence[int]) -> None: ...
@@ -53,37 +53,39 @@ class Sink(Protocol):
     def refused(self, refusal: Refusal) -> None: ...
 
     def lost(self) -> None:
-        """The engine is gone, or this sink raised: nothing more will come."""
+        """End the request: the engine is gone, or a method of this sink raised an exception."""
         ...
 
     def flush(self) -> None:
-        """Everything a step had for this request was delivered. May be called twice in a step."""
+        """Take the end of a step's results for this request. May be called twice in a step."""
         ...
 
 
 class EngineClient:
-    """One connection to the engine. `step_time` is when the latest results came, `ready_at` when
-    it was ready (monotonic)."""
+    """One connection to the engine.
+
+    `step_time` is the monotonic time of the latest results, `ready_at` that of `Ready`.
+    """
 
     ready: Ready
     ready_at: float
 
     def __init__(self, on_lost: Callable[[], None] = lambda: None) -> None:
-        self.stats, self.num_open_then = Stats(), 0  # then: requests of ours that these know of
+        self.stats, self.num_open_then = Stats(), 0  # latest stats; open requests at that time
         self.is_lost = False
         self.step_time = 0.0
         self._beat = Beat(0.0, 0.0)
-        self._beat_at: float | None = None  # when it came
+        self._beat_at: float | None = None  # arrival time of the beat
         self._on_lost = on_lost
         self._sinks: dict[int, Sink] = {}
-        self._lookers: deque[Callable[[Steps], object]] = deque()  # in the order of their looks
+        self._lookers: deque[Callable[[Steps], object]] = deque()  # callbacks in order of Looks
         self._num_ids = 0
         self._connection: AsyncConnection
         self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @classmethod
     async def connect(cls, path: str, on_lost: Callable[[], None] = lambda: None) -> EngineClient:
-        """Returns once the engine has said `Ready`. Raises EngineLostError if it dies before."""
+        """Connect and wait for the engine's `Ready`. Raise EngineLostError if it dies first."""
         client = cls(on_lost)
         client._connection = await AsyncConnection.connect(path, client._received, client._lost)
         await client._is_ready
@@ -92,7 +94,7 @@ class EngineClient:
 
     @classmethod
     def absent(cls, ready: Ready) -> EngineClient:
-        """Return the client of an engine that is away, though others are ready."""
+        """Return the client of a lost engine while other engines are ready."""
         client = cls()
         client.ready, client.ready_at, client.is_lost = ready, 0.0, True
         return client
@@ -102,19 +104,22 @@ class EngineClient:
         return self.ready.worker << WORKER_BITS | self._num_ids
 
     def submit(self, request: Generate, sink: Sink) -> None:
-        """Raises EngineLostError. Whatever it raises, the sink will hear nothing."""
+        """Submit a request. Raise EngineLostError if the engine is gone.
+
+        After any exception, no method of the sink is called.
+        """
         if self.is_lost:
             raise EngineLostError
         self._connection.send(request)
         self._sinks[request.request_id] = sink
 
     def abort(self, request_id: int) -> None:
-        """The sink hears nothing more, not even of its end. Unknown ids are fine."""
+        """Abort a request. Its sink is not called again. Unknown ids are ignored."""
         if self._sinks.pop(request_id, None) is not None and not self.is_lost:
             self._connection.send(Abort(request_id))
 
     def look(self, since: int, then: Callable[[Steps], object]) -> None:
-        """Call `then` with the engine's newest steps after `since`; never, if it is lost."""
+        """Call `then` with the engine's latest steps after `since`; never if the engine is lost."""
         self._lookers.append(then)
         self._connection.send(Look(since))
 
@@ -122,27 +127,27 @@ class EngineClient:
         self._connection.close()
 
     def cut(self) -> None:
-        """All sinks hear that the engine has gone."""
+        """Drop the connection. `lost` of all sinks is then called."""
         self._connection.abort()
 
     @property
     def num_open(self) -> int:
-        """Requests whose results are awaited."""
+        """Return the number of unfinished requests."""
         return len(self._sinks)
 
     @property
     def silent_s(self) -> float:
-        """Seconds for which the engine process has given no sign of life; 0 before its first."""
+        """Return the seconds since the engine's latest beat; 0 before the first."""
         return 0.0 if self._beat_at is None else time.monotonic() - self._beat_at
 
     @property
     def step_age_s(self) -> float:
-        """Seconds since the engine's step loop last got on; 0 while it has nothing to do."""
+        """Return the seconds since the engine's step loop last made progress; 0 if it is idle."""
         return self._beat.step_age_s and self._beat.step_age_s + self.silent_s
 
     @property
     def late_s(self) -> float:
-        """How far the step in flight is beyond what a step may take; 0 or less if it is not."""
+        """Return the seconds of the step in flight beyond its limit; 0 or less if it is in time."""
         return self._beat.late_s and self._beat.late_s + self.silent_s
 
     def _received(self, messages: list[FromEngine]) -> None:
@@ -172,11 +177,11 @@ class EngineClient:
         for refusal in out.refused:
             self._say(refusal.request_id, "refused", refusal, touched)
             self._sinks.pop(refusal.request_id, None)
-        if out.stats is not None:  # of after all this
+        if out.stats is not None:  # taken after all the above
             self.stats, self.num_open_then = out.stats, self.num_open
 
     def _say(self, request_id: int, word: str, what: object, touched: list[Sink]) -> None:
-        """`word`: the method of the request's sink, which may have gone, that is to hear it."""
+        """Call method `word` of the request's sink, if the request is still open."""
         if (sink := self._sinks.get(request_id)) is not None:
             touched.append(sink)
             try:
@@ -185,7 +190,7 @@ class EngineClient:
                 self._failed(request_id, sink)
 
     def _dispatch_tokens(self, out: StepOutput, touched: list[Sink]) -> None:
-        """The loop that runs once per generated token."""
+        """Call `tokens` of all sinks. The loop runs once per row, so it must be cheap."""
         sinks = self._sinks
         tokens = memoryview(out.tokens).cast("i")
         counts = memoryview(out.counts).cast("i") if out.counts else None
@@ -193,7 +198,7 @@ class EngineClient:
         for row, request_id in enumerate(memoryview(out.ids).cast("q")):
             begin, end = end, end + (1 if counts is None else counts[row])
             if (sink := sinks.get(request_id)) is None:
-                continue  # aborted: the engine had not heard of it yet
+                continue  # aborted, but the engine has not received the abort yet
             try:
                 sink.tokens(tokens[begin:end])
             except Exception:
@@ -201,7 +206,7 @@ class EngineClient:
             touched.append(sink)
 
     def _failed(self, request_id: int, sink: Sink) -> None:
-        """One request's text could not be made; the others of the step must not notice."""
+        """Abort a request whose sink raised an exception. Other requests are unaffected."""
         log.exception("request %d failed", request_id)
         self.abort(request_id)
         sink.lost()
@@ -218,12 +223,12 @@ class EngineClient:
         self._on_lost()
 
     def _flush(self, sinks: list[Sink]) -> None:
-        """What one of them raises must not end the connection, and every other request with it."""
+        """Flush sinks. An exception of one must not end the connection and its other requests."""
         for sink in sinks:
             try:
                 sink.flush()
             except Exception:
                 log.exception("an answer could not be written")
-                with suppress(Exception):  # it may still say so to its client
+                with suppress(Exception):  # the sink may still report the error to its client
                     sink.lost()
                     sink.flush()
