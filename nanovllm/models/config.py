@@ -1,9 +1,9 @@
-"""A checkpoint's config.json as the typed config of its family.
+"""Conversion of a checkpoint's config.json to the typed config of its family.
 
 Both spellings of rotary parameters are accepted: `rope_parameters`, and the older `rope_theta`
-with an optional `rope_scaling` and `partial_rotary_factor`; a file with both means what it means to
-transformers. YaRN lengthens max_position_embeddings. Everything else is what the family's Config
-declares.
+with an optional `rope_scaling` and `partial_rotary_factor`. A file with both is read as
+transformers reads it. YaRN increases max_position_embeddings. All other fields are those that the
+family's Config declares.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from nanovllm.registry import resolve
 
 log = logging.getLogger("engine")
 LONGEST, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
-Flat = dict[str, bool | int | float | str | list[float] | None]  # alike for all layers
+Flat = dict[str, bool | int | float | str | list[float] | None]  # same for all layers
 
 
 class Spelling(Struct, frozen=True):
-    """What must be read before the family's own Config can be."""
+    """Fields that are read before the family's own Config."""
 
     architectures: list[str]
     rope_parameters: Flat | None = None
@@ -39,11 +39,11 @@ class Spelling(Struct, frozen=True):
     rope_theta: float | None = None
     partial_rotary_factor: float | None = None
     max_position_embeddings: int | None = None
-    original_max_position_embeddings: int | None = None  # where this stands, it counts
+    original_max_position_embeddings: int | None = None  # takes precedence over that of rope
 
 
 def read_model_config(config: Config) -> tuple[type[Decoder], DecoderConfig]:
-    """The model class and its config. Raises ConfigError naming the file and the field."""
+    """Return the model class and its config. Raise ConfigError with the file and the field."""
     path = Path(config.config_path)
     try:
         raw = check_config(path, config.recipe.model)
@@ -57,13 +57,14 @@ def read_model_config(config: Config) -> tuple[type[Decoder], DecoderConfig]:
         lengthen(raw, rope)
         own = untied(msgspec.convert(raw, family.Config), config)
         return family, altered(own, config.recipe, path)
-    except NOT_JSON as error:  # or a missing field, or one of the wrong type
+    except NOT_JSON as error:  # also a missing field, or one of the wrong type
         raise ConfigError(f"{path}: {error}") from None
 
 
 def rope_parameters(spelling: Spelling, path: Path) -> dict[str, Any]:
-    """All spellings as `rope_parameters`, with its rope_type: what `rope_scaling` says goes before
-    what they say, and that before what stands beside them. What is null is left out.
+    """Return all spellings as `rope_parameters`, with rope_type and without null fields.
+
+    `rope_scaling` takes precedence over `rope_parameters`, and both over top-level fields.
     """
     own = spelling.rope_parameters or {}
     rope = {**(spelling.rope_scaling or own)}
@@ -80,22 +81,22 @@ def rope_parameters(spelling: Spelling, path: Path) -> dict[str, Any]:
 
 
 def lengthen(raw: dict[str, Any], rope: dict[str, Any]) -> None:
-    """Set max_position_embeddings to the context that YaRN makes of the original one.
+    """Set max_position_embeddings to YaRN's factor times the original context.
 
-    Checkpoints that add YaRN to a finished model, as the cards of Qwen3 recommend, leave the field
-    as it was. A longer one stays.
+    Checkpoints that add YaRN to a finished model, as the cards of Qwen3 recommend, do not change
+    the field. A larger value stays.
     """
     if rope["rope_type"] != "yarn":
         return
     own, factor, original = raw.get(LONGEST), rope.get("factor"), rope.get(ORIGINAL)
     if not isinstance(own, int) or not isinstance(original, int):
-        return  # an error of its own
+        return  # reported elsewhere
     if isinstance(factor, int | float) and 0 < factor * original < 1 << 31:
         raw[LONGEST] = max(own, round(factor * original))
 
 
 def untied(own: DecoderConfig, config: Config) -> DecoderConfig:
-    """Return the config without tie_word_embeddings if the checkpoint has a head of its own."""
+    """Return the config without tie_word_embeddings if the checkpoint has a separate head."""
     if not own.tie_word_embeddings or config.model_dir is None:
         return own
     if config.recipe.load.format == "dummy" or not has_own_head(Path(config.model_dir)):

@@ -1,4 +1,4 @@
-"""Where one tensor of a checkpoint goes: the slice of it that this rank keeps."""
+"""Destination of a checkpoint tensor: the slice that this rank keeps."""
 
 from __future__ import annotations
 
@@ -8,35 +8,39 @@ from typing import ClassVar
 from nanovllm_kernels.fp8_reference import FP8 as FP8
 from torch import Tensor
 
-FLOATS = ("BF16", "F16", "F32")  # as files call them: rounded to the parameter's dtype
+FLOATS = ("BF16", "F16", "F32")  # dtypes of files, converted to the parameter's dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """`count` lines of a tensor, from `start` on, along `dim`: 0 of them if another rank has it."""
+    """Slice of a tensor along `dim`: `count` indices from `start` on.
+
+    `count` is 0 if the tensor belongs to another rank.
+    """
 
     into: Tensor
     shape: tuple[int, ...]  # of the whole tensor
     dim: int
     start: int
     count: int
-    granule: ClassVar[int] = 1  # rows are taken from multiples of it on
+    granule: ClassVar[int] = 1  # `take` gets rows that start at a multiple of it
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """What the tensor may be in the file."""
+        """Return the dtypes that the tensor may have in the file."""
         return ("F8_E4M3",) if self.into.dtype == FP8 else FLOATS
 
     @property
     def rows(self) -> range:
-        """Which rows of the tensor it needs."""
+        """Return the range of the tensor's rows that are needed."""
         if self.dim == 0:
             return range(self.start, self.start + self.count)
         return range(self.shape[0] if self.count else 0)
 
     def take(self, rows: Tensor, first: int) -> None:
-        """Keeps what it wants of these rows of the tensor, which begin at row `first`: whole ones,
-        or its columns alone.
+        """Copy this slice of rows that start at row `first` of the tensor.
+
+        The rows are whole, or contain only the slice's columns.
         """
         before, own = first, rows
         if self.dim == 0:

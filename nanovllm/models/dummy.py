@@ -1,4 +1,4 @@
-"""Random weights: a model of any size without a checkpoint (`load.format: dummy`)."""
+"""Random weights, for a model of any size without a checkpoint (`load.format: dummy`)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ log = logging.getLogger("engine")
 
 
 def fill_random(wanted: dict[str, Destination], seed: int) -> None:
-    """Weights of norms are one; matrices keep the scale of what they multiply.
+    """Fill norm weights with one and matrices with random numbers that preserve the scale.
 
-    Each tensor that a checkpoint would have is drawn whole, from the seed and its name, and the
-    rank keeps its slice. So the model is the same over any number of ranks, however they cut it.
+    Each tensor that a checkpoint would have is generated whole, from the seed and its name. The
+    rank keeps its slice, so the model does not depend on the number of ranks or on their slices.
     """
     generator = torch.Generator(next(iter(wanted.values())).into.device)
     own = {name: to for name, to in wanted.items() if to.count}

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's tensors are the model's: everything that is amiss, in one line."""
+"""Check that a checkpoint has exactly the model's tensors. All faults are reported in one line."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ def whole(
     num_layers: int,
     takes: Callable[[str, Stored], bool],
 ) -> dict[str, Stored]:
-    """The tensors that fill the model of so many layers, by name, and others that may be there:
-    `takes` knows which.
+    """Return by name the tensors that fill the model, and those that `takes` accepts.
 
-    Raises ConfigError that begins with the `source` and tells of all faults: by their kinds, how
-    many there are and the first of them.
+    Tensors of layers from `num_layers` on are left out. Raise ConfigError if there are faults. Its
+    message begins with the `source`. For each kind it gives the number of faults and the first few.
     """
     found: dict[str, Stored] = {}
     faults: defaultdict[str, list[str]] = defaultdict(list)
@@ -65,7 +64,6 @@ def told(kind: str, tensors: list[str]) -> str:
 
 
 def is_later(name: str, num_layers: int) -> bool:
-    """Whether this is of a layer that the recipe leaves out, or of one that predicts further tokens
-    (MTP)."""
+    """Return True for a tensor of a layer that the recipe leaves out, or of an MTP layer."""
     match = re.match(r"model\.layers\.(\d+)\.|mtp\.", name)
     return match is not None and (match[1] is None or int(match[1]) >= num_layers)

@@ -1,7 +1,7 @@
-"""Weights in block fp8: as a checkpoint has them, with their scales, or made from other floats.
+"""Weights in block fp8: loaded with their scales, or quantised from other floats while loading.
 
-Blocks are 128 x 128 of a checkpoint's whole tensor, so no number depends on how ranks cut it. A
-rank whose share starts within a block has the scale of that block, too.
+Blocks are 128 x 128 elements of a checkpoint's whole tensor, so no value depends on the number of
+ranks. A rank whose slice starts within a block also has the scale of that block.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from nanovllm.models.decoder import Rule
 from nanovllm.models.destination import FLOATS, Destination
 from nanovllm.models.scattered import Scattered
 
-SUFFIX = "_scale_inv"  # whatever it says: a weight is its fp8 number times its scale
+SUFFIX = "_scale_inv"  # despite this name, a weight is its fp8 number times its scale
 
 
 @dataclass(frozen=True)
 class Scales(Destination):
-    """Where a tensor of scales goes: `start` and `count` are rows of the parameter's."""
+    """Destination of a tensor of scales. `start` and `count` refer to the parameter's rows."""
 
-    repeat: int  # rows of the parameter's that one row of the tensor stands for
+    repeat: int  # rows of the parameter per row of the tensor
 
     @property
     def rows(self) -> range:
@@ -39,7 +39,7 @@ class Scales(Destination):
 
 @dataclass(frozen=True)
 class QuantisedOnLoad(Destination):
-    """Where a tensor of other floats goes: fp8 numbers, and scales that are made with them."""
+    """Destination of a tensor of other floats, quantised to fp8 numbers and scales."""
 
     numbers: Destination
     scales: Destination
@@ -48,7 +48,7 @@ class QuantisedOnLoad(Destination):
 
     @property
     def rows(self) -> range:
-        """Whole blocks, whose other rows have their say in the scales."""
+        """Return the rows of whole blocks, since a scale depends on all rows of its block."""
         rows = self.numbers.rows
         start, stop = rows.start // BLOCK * BLOCK, -(-rows.stop // BLOCK) * BLOCK
         return range(start, min(stop, self.shape[0]))
@@ -60,15 +60,15 @@ class QuantisedOnLoad(Destination):
 
 
 def scale_rules(rules: Iterable[Rule]) -> Iterator[Rule]:
-    """By the rule of each weight, that of the scales beside it: of `weight`, `weight_scale`."""
+    """Yield for the rule of each weight that of its scales, which fills `weight_scale`."""
     for source, target, *part in rules:
         yield source + SUFFIX, target + "_scale", "".join(part)
 
 
 def in_blocks(wanted: dict[str, Destination], *, made: bool) -> dict[str, Destination]:
-    """The same places, of scales as files have them: a row for each 128 rows of the weight.
+    """Return `wanted` with scales as files have them: one row per 128 rows of the weight.
 
-    `made`: files have no scales. What they do have becomes fp8 as it comes.
+    With `made`, files have no scales, and their weights are quantised while loading.
     """
     found = dict(wanted)
     for name in [name for name in wanted if name.endswith(SUFFIX)]:
@@ -83,8 +83,11 @@ def in_blocks(wanted: dict[str, Destination], *, made: bool) -> dict[str, Destin
 
 
 def scales_of(shape: tuple[int, ...], scales: Destination) -> Destination:
-    """`shape`: of the whole weight. As many of its rows share a scale as the parameter's number of
-    scales allows; that is a power of two."""
+    """Return the destination of scales as files have them. `shape` is that of the whole weight.
+
+    In the parameter a row of scales applies to a power of two of the weight's rows, derived from
+    the number of its rows.
+    """
     if isinstance(scales, Scattered):
         return scales.each(lambda span: scales_of(shape, span))
     each = BLOCK

@@ -1,15 +1,15 @@
-"""A checkpoint's files: what they hold, and reading them as fast as a disk can.
+"""Reading of safetensors files at the speed of the disk.
 
-Threads read neighbouring tensors at once, in the order of the file, into a few staging buffers,
-which go to the device as they are. A rank reads its own rows, and its own columns alone where
-others are more than GAP bytes of a tensor.
+Threads read adjacent tensors in one call, in the order of the file, into a few staging buffers.
+The buffers are copied to the device unchanged. A rank reads its own rows. It reads only its own
+columns if the others are more than GAP bytes of a tensor.
 
-Decision: columns are copied from a map of the file. A row is too short to be read by a call of its
-own: half of one of 4,096 columns of 2 bytes is a page, and a quarter of an expert's in fp8 is 512
-bytes. A map touches as many pages as reading everything, or nearly, but they are the host's, of
-which all its ranks need all; what it saves are the copies of what others have, to the staging
-buffer and to the device: 7 of 8 with 8 ranks. One thread went through a cached file at this many
-GB/s (rows of so many bytes, of which one of so many ranks takes its part):
+Decision: columns are copied from a memory map of the file. A row is too short for a read call of
+its own: half a row of 4,096 columns of 2 bytes is a page, a quarter of an expert's row in fp8 is
+512 bytes. A map touches nearly the same pages as reading everything. Those pages are shared
+by the ranks of a host, which together need all of them. A map saves the copies of other ranks'
+columns to the staging buffer and to the device: 7 of 8 with 8 ranks. One thread processed a cached
+file at the following GB/s. Columns are the bytes of a row and the number of ranks that share it.
 
 | | 2,048, 2 | 2,048, 4 | 8,192, 2 | 8,192, 4 | 16,384, 8 |
 |---|--:|--:|--:|--:|--:|
@@ -17,8 +17,8 @@ GB/s (rows of so many bytes, of which one of so many ranks takes its part):
 | columns of a map | 16 | 31 | 21 | 33 | 57 |
 | a read for each row | 2 | 2 | 5 | 6 | 12 |
 
-From a cold disk the first two take the same time, the third one ten times as much. A file that
-somebody cuts short while it is mapped ends the process, as that of anybody who maps it.
+From a cold disk the first two take the same time, the third takes ten times as long. Truncating a
+mapped file ends the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from nanovllm.models.destination import Destination
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32,
           "F8_E4M3": torch.float8_e4m3fn}  # fmt: skip
 MOST_THREADS = 8
-STAGING = 16 << 20  # bytes that are read at once, unless one block of rows is larger
-GAP = 64 << 10  # bytes that nobody asked for are read along, if there are no more than these
+STAGING = 16 << 20  # bytes of one read, unless one block of rows is larger
+GAP = 64 << 10  # largest run of unneeded bytes that is read along
 
 
 class Entry(Struct, frozen=True):
-    """What a file's header says of a tensor. Of its other entry, __metadata__, nothing is read."""
+    """Entry of a tensor in a file's header. The entry __metadata__ is ignored."""
 
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    data_offsets: tuple[int, int] = (0, 0)  # bytes behind the header
+    data_offsets: tuple[int, int] = (0, 0)  # bytes from the end of the header
 
 
 class Stored(NamedTuple):
@@ -68,10 +68,10 @@ class Stored(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Some rows of a tensor, from row `first` on, and who takes them.
+    """Rows of a tensor, from row `first` on, and their destination.
 
-    `stride`: of columns, the bytes from one row to the next in the file, where others lie between;
-    they are counted as if none did. 0: the rows are whole.
+    `stride` is 0 for whole rows. For a range of columns it is the bytes between row starts in the
+    file. The size of `rows` is then that of the packed columns.
     """
 
     rows: Stored
@@ -81,14 +81,14 @@ class Piece(NamedTuple):
 
 
 def contents(tensor: Stored) -> Tensor:
-    """The elements of a small tensor, read at once; none of a type that no model has."""
+    """Return the elements of a small tensor; none if its dtype is not supported."""
     size = tensor.end - tensor.begin if tensor.dtype in DTYPES else 0
     data = torch.from_numpy(np.fromfile(tensor.path, np.uint8, size, offset=tensor.begin))
     return data.view(DTYPES[tensor.dtype]) if size else data
 
 
 def tensors_in(path: Path) -> Iterator[tuple[str, Stored]]:
-    """From the header alone. Raises ConfigError if the file is not what its header says."""
+    """Yield the tensors in a file's header. Raise ConfigError if the file contradicts it."""
     what = f"{path} is not a whole safetensors file"
     try:
         with path.open("rb") as file:
@@ -109,7 +109,7 @@ def tensors_in(path: Path) -> Iterator[tuple[str, Stored]]:
 
 
 def runs(tensors: Iterable[tuple[Stored, Destination]]) -> list[list[Piece]]:
-    """What is read at once: neighbours in a file, in its order."""
+    """Return the pieces to read, in file order, grouped into runs of one read each."""
     found: list[list[Piece]] = []
     pieces = (piece for tensor, to in tensors for piece in pieces_of(tensor, to))
     for piece in sorted(pieces, key=lambda piece: (str(piece.rows.path), piece.rows.begin)):
@@ -145,9 +145,9 @@ def num_bytes(run: list[Piece]) -> int:
 
 
 def read(order: list[list[Piece]], device: torch.device) -> Iterator[int]:
-    """Fills every destination on the device; yields the bytes of each run that is done.
+    """Fill every destination on the device. Yield the bytes of each finished run.
 
-    Raises ConfigError if a file cannot be read any more.
+    Raise ConfigError if a file can no longer be read.
     """
     num_threads, on_gpu = min(MOST_THREADS, os.cpu_count() or 1), device.type == "cuda"
     stream = torch.cuda.current_stream(device) if on_gpu else None
@@ -158,7 +158,7 @@ def read(order: list[list[Piece]], device: torch.device) -> Iterator[int]:
     def fill(run: list[Piece]) -> int:
         buffer = buffers.get()
         try:
-            with torch.cuda.stream(stream) if stream else nullcontext():  # the model's memory's
+            with torch.cuda.stream(stream) if stream else nullcontext():  # the allocating stream
                 place(run, into(buffer, run).to(device))
         finally:
             buffers.put(buffer)
@@ -169,7 +169,7 @@ def read(order: list[list[Piece]], device: torch.device) -> Iterator[int]:
 
 
 def into(buffer: Tensor, run: list[Piece]) -> Tensor:
-    """The part of the buffer that has the run's bytes now."""
+    """Read a run into the buffer, and return the part of the buffer with its bytes."""
     (path, begin, *_, shape), stride = run[0].rows, run[0].stride
     count, kept = num_bytes(run), buffer[: num_bytes(run)].numpy()
     try:
@@ -180,7 +180,7 @@ def into(buffer: Tensor, run: list[Piece]) -> Tensor:
         else:
             with path.open("rb", buffering=0) as file:
                 count = os.preadv(file.fileno(), [kept.data], begin)
-    except (OSError, ValueError) as error:  # or a map would be longer than the file
+    except (OSError, ValueError) as error:  # ValueError: the file is shorter than the map
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from None
     if count != len(kept):
         raise ConfigError(f"{path} became shorter while it was read")

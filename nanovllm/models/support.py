@@ -1,7 +1,7 @@
-"""Configs that cannot be served: a sentence for each kind, before torch is imported.
+"""Rejection of unsupported configs, with one sentence for each kind, before torch is imported.
 
-It names the nearest model that can be, by architecture and size. `read_model_config` reads the rest
-of config.json, with torch.
+The sentence gives the nearest supported model, by architecture and size. `read_model_config` checks
+the rest of config.json, with torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nanovllm.checkpoint import made_from
 from nanovllm.config import NOT_JSON, ConfigError
 from nanovllm.models import MODELS
 
-ONLY: dict[str, object] = {  # fields of which all families have one value alone
+ONLY: dict[str, object] = {  # fields with a single supported value in all families
     "attention_bias": False,
     "mlp_bias": False,
     "use_sliding_window": False,
@@ -30,7 +30,7 @@ BLOCK_SIZE = [128, 128]  # of fp8 weights
 
 
 class Known(Struct, frozen=True):
-    """A model that can be served, and the sizes by which it is found."""
+    """A supported model, and the sizes by which it is found."""
 
     name: str
     architecture: str
@@ -39,7 +39,7 @@ class Known(Struct, frozen=True):
 
     @property
     def fp8(self) -> str:
-        """The id of its FP8 version, if there is one that can be served."""
+        """Return the id of its FP8 version, if there is a supported one."""
         return f"{self.name}-FP8" if self.name.startswith("Qwen/") else ""
 
 
@@ -64,7 +64,7 @@ KNOWN = (
     Known("deepseek-ai/DeepSeek-R1", DEEPSEEK, 7168, 61),
     Known("MiniMaxAI/MiniMax-M2", MINIMAX, 3072, 62),
 )  # fmt: skip
-# The family that is nearest to another architecture: the first pattern that its name begins with.
+# Nearest family of an unsupported architecture: that of the first pattern matching its name.
 NEAREST = (
     (r"Deepseek|Kimi", DEEPSEEK),
     (r"MiniMax", MINIMAX),
@@ -72,7 +72,7 @@ NEAREST = (
     (r"(Llama|Mistral|Ministral|Yi|SmolLM)(?!.*4)", LLAMA),
 )
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
-METHODS = {  # quant_method -> as its authors write it
+METHODS = {  # quant_method -> spelling of its authors
     "awq": "AWQ",
     "gptq": "GPTQ",
     "gptq_marlin": "GPTQ",
@@ -91,7 +91,7 @@ SEPARATE = {  # files of older checkpoints, whose config.json names no quantisat
 def check_config(path: Path, name: str = "") -> dict[str, Any]:
     """Return the object in config.json. Raise ConfigError if its model cannot be served.
 
-    `name`: of the model, as its folder or Hub id has it; better ids are derived from it.
+    `name` is the model's folder or Hub id. The suggestion of another model is derived from it.
     """
     try:
         raw: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
@@ -128,7 +128,7 @@ def check_architecture(raw: dict[str, Any], path: Path) -> None:
 
 
 def nearest(architecture: str, raw: dict[str, Any]) -> Known:
-    """Return the model of the nearest family whose size is nearest."""
+    """Return the model of the nearest size in the nearest family."""
     inner = (raw.get(key) for key in ("text_config", "llm_config", "thinker_config"))
     parts = [raw, *(part for part in inner if isinstance(part, dict))]
     family = next((family for pattern, family in NEAREST if re.match(pattern, architecture)), None)
@@ -144,7 +144,7 @@ def nearest(architecture: str, raw: dict[str, Any]) -> Known:
 
 
 def size_of(raw: dict[str, Any]) -> int | None:
-    """Return a number that grows as a dense model's parameters do."""
+    """Return a number proportional to the parameters of a dense model, or None."""
     width, depth = raw.get("hidden_size"), raw.get("num_hidden_layers")
     if type(width) is not int or type(depth) is not int or width < 1 or depth < 1:
         return None
@@ -152,7 +152,7 @@ def size_of(raw: dict[str, Any]) -> int | None:
 
 
 def check_quantization(raw: dict[str, Any], path: Path, name: str) -> None:
-    """Raise ConfigError if weights are stored in another form than floats or block fp8."""
+    """Raise ConfigError if weights are stored neither as floats nor in block fp8."""
     given = raw.get("quantization_config") or raw.get("compression_config") or {}
     if not isinstance(given, dict):
         raise ConfigError(f"{path}: quantization_config must be an object")
@@ -161,7 +161,7 @@ def check_quantization(raw: dict[str, Any], path: Path, name: str) -> None:
         return
     method = given.get("quant_method") or separate or "an unnamed method"
     if method == "fp8" and given.get("weight_block_size") == BLOCK_SIZE:
-        return  # all else is checked with the model
+        return  # the rest is checked with the model
     form = METHODS.get(str(method), str(method))
     if method == "fp8":
         form = "FP8 scales of other blocks than 128 x 128"
@@ -174,7 +174,7 @@ def check_quantization(raw: dict[str, Any], path: Path, name: str) -> None:
 
 
 def unquantised(name: str, raw: dict[str, Any]) -> str:
-    """Return the advice which model to serve instead of a quantised one."""
+    """Return the name of the model to serve instead of a quantised one."""
     base = made_from(name)
     same = [one for one in KNOWN if one.name.rsplit("/", 1)[-1].lower() == base.lower()]
     architecture = str(next(iter(raw.get("architectures") or ()), ""))

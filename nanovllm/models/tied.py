@@ -1,7 +1,7 @@
-"""Whether a checkpoint's output head is its embedding, as tie_word_embeddings says.
+"""Check of tie_word_embeddings: compare a checkpoint's output head with its embedding.
 
-Decision: the two tensors are compared whole where both are there, because a fine-tune may have
-trained few rows of one of them. A head that differs is loaded untied, as transformers does.
+Decision: if both tensors exist, they are compared completely, because a fine-tune may have changed
+few rows of one of them. A head that differs is loaded untied, as in transformers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from nanovllm.config import ConfigError
 from nanovllm.models.shards import DTYPES, Stored, contents, tensors_in
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-ELEMENTS = 16 << 20  # compared at once
+ELEMENTS = 16 << 20  # elements per comparison
 
 
 def has_own_head(folder: Path) -> bool:
     """Return whether the folder's checkpoint has a head that differs from its embedding.
 
-    Files that are missing or broken are not this function's business: False.
+    Return False if files are missing or broken; loading reports those.
     """
     try:
         found = {

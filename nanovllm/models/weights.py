@@ -1,7 +1,7 @@
-"""Checkpoint tensors into parameters: every tensor used once, every parameter filled once.
+"""Loading of checkpoint tensors into parameters: each tensor used once, each parameter filled once.
 
-Knows no family: a model's WEIGHTS say which tensor fills what, its layers' `placements` which
-slice of it. All of a checkpoint's faults are found before anything of it is read but headers.
+No code here is specific to a family. A model's WEIGHTS map tensors to parameters, and its layers'
+`placements` select the slice. All faults of a checkpoint are found from the files' headers.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from nanovllm.models.scattered import joined, plus_one
 from nanovllm.models.shards import Stored, contents, num_bytes, read, runs
 
 log = logging.getLogger("engine")
-SHARED = "shared"  # how parts begin that belong to what every token gets beside its experts
+SHARED = "shared"  # prefix of the parts of a shared expert
 
 
 def fill(model: Decoder, config: Config) -> None:
-    """Fills every parameter, where it is.
+    """Fill every parameter in place.
 
-    Raises ConfigError: one line naming the file or files, and what is wrong with their tensors.
+    Raise ConfigError if tensors do not fit: one line with the files and all faults.
     """
     load = config.recipe.load
     wanted = plus_one(destinations(model, model.WEIGHTS), model.LESS_ONE)
@@ -64,7 +64,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def fill_from_files(model: Decoder, wanted: dict[str, Destination], folder: Path) -> None:
-    """Reads the tensors of a checkpoint into their places. Raises ConfigError as `fill` does."""
+    """Read the tensors of a checkpoint into their destinations. Raise ConfigError like `fill`."""
     source, paths = weight_files(folder)
     blocks, ignored = list[Any](model.layers), ignored_names(model)
 
@@ -80,9 +80,9 @@ def fill_from_files(model: Decoder, wanted: dict[str, Destination], folder: Path
 
 
 def destinations(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Destination]:
-    """By checkpoint name; together they fill every parameter exactly once.
+    """Return destinations by checkpoint name. They fill every parameter exactly once.
 
-    Experts of other ranks are among them, with a count of 0: their names are known, too.
+    Experts of other ranks are included with a count of 0, so that their names are not unexpected.
     """
     rules = [*rules, *scale_rules(rules)]
     patterns = [(numbered(rule[1]), rule[0], "".join(rule[2:])) for rule in rules]
@@ -92,7 +92,7 @@ def destinations(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Destinati
             target = f"{path}.{field}".lstrip(".")
             sources = {}
             for pattern, source, part in patterns:
-                if match := pattern.fullmatch(target):  # an expert's number stays open
+                if match := pattern.fullmatch(target):  # the placeholder of an expert stays
                     sources[part] = source.format(*match.groups(), "{}")
             placement = getattr(module, "placements", {}).get(field)
             slices = destinations_in(parameter, placement)
@@ -106,9 +106,10 @@ def destinations(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Destinati
 
 
 def destinations_in(parameter: Tensor, placement: Placement | None) -> dict[str, list[Destination]]:
-    """The named parts of one parameter: of the one tensor, or of every expert's.
+    """Return the destinations in one parameter by part: one each, or one per expert.
 
-    Without a placement it is one uncut part. Parts of one name are spans of one tensor.
+    Without a placement the parameter is one uncut part. Parts with the same name are spans of one
+    tensor.
     """
     if placement is None:
         return {"": [Destination(parameter, tuple(parameter.shape), 0, 0, len(parameter))]}
@@ -131,7 +132,7 @@ def destinations_in(parameter: Tensor, placement: Placement | None) -> dict[str,
 
 
 def ignored_names(model: Decoder) -> re.Pattern[str]:
-    """Names that may be in a checkpoint unused: IGNORED, and second names of tied parameters."""
+    """Return a pattern of names that may be unused: IGNORED, and aliases of tied parameters."""
     own = dict(model.named_parameters())
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - own.keys()
     names = [*model.IGNORED, *(rule[0] for rule in model.WEIGHTS if rule[1] in tied)]

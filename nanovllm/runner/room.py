@@ -1,6 +1,6 @@
-"""Whether weights and cache have room in this machine's memory, said before either is allocated.
+"""Check that weights and cache fit in this machine's memory, before either is allocated.
 
-Knows bytes, neither what is in them nor how they are used.
+The module computes sizes only.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.runner.resolved import Resolved
 from nanovllm.runner.sizing import GIB
 
-NO_LIMIT = 1 << 60  # what control groups without a limit report is larger
-WORKSPACE = 32 << 20  # that torch gives to the products' library
-# By a control group's kind: files with its limit and what it has, and how counts of files begin.
+NO_LIMIT = 1 << 60  # control groups without a limit report a larger number
+WORKSPACE = 32 << 20  # cuBLAS workspace that torch allocates
+# By version of control groups: files with the limit and the usage, prefix of file counters.
 GROUPS = {
     "": ("memory.max", "memory.current", ""),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
@@ -30,20 +30,20 @@ GROUPS = {
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a model takes in memory, and of how much."""
+    """Memory that a model needs, and the memory available."""
 
     model: str
     parameters: int
     dtype: str
     dtype_bytes: int
-    table_bytes: int  # beside the parameters, also of those in other types
-    others: str  # what these are
-    cache_key: str  # which key of the recipe says how much cache; empty: what is left
+    table_bytes: int  # buffers, and parameters of other dtypes
+    others: str  # description of the latter, for the message
+    cache_key: str  # recipe key that sets the cache's size; empty: all remaining memory
     cache_bytes: int
-    state_bytes: int  # of these, what recurrent states take
+    state_bytes: int  # part of cache_bytes for recurrent states
     page_bytes: int
-    room: int
-    place: str  # what has that room
+    room: int  # available bytes
+    place: str  # name of the memory, for the message
 
     @property
     def weight_bytes(self) -> int:
@@ -66,14 +66,14 @@ class Need:
 
 
 def check_room(found: Resolved) -> None:
-    """Raise ConfigError with the arithmetic and a remedy if weights and cache have no room."""
+    """Raise ConfigError with the arithmetic and a remedy if weights and cache do not fit."""
     need = need_of(found)
     if need.total > need.room:
         raise ConfigError(f"{need.arithmetic}; {remedy(need)}")
 
 
 def remedy(need: Need) -> str:
-    """Return the flags with which a model that does not fit would, if there are any."""
+    """Return flags that make the model fit, if there are any."""
     for changes, one in smaller_ones(need):
         if one.total <= one.room:
             return f"{changes} takes {gib(one.total)} in all"
@@ -81,10 +81,10 @@ def remedy(need: Need) -> str:
 
 
 def smaller_ones(need: Need) -> Iterator[tuple[str, Need]]:
-    """Flags that make the same model take less, the least harmful first."""
+    """Yield flags that make the same model need less memory, the least harmful first."""
     yield from less_cache(need, "")
     if need.dtype_bytes > 2:
-        # As many pages, of keys and values of half the size.
+        # The number of pages stays; keys and values have half the size.
         cache = need.cache_bytes // (2 if need.cache_key == "cache.pages" else 1)
         page = need.page_bytes // 2
         half = replace(need, dtype="bfloat16", dtype_bytes=2, cache_bytes=cache, page_bytes=page)
@@ -111,7 +111,7 @@ def need_of(found: Resolved) -> Need:
     pages = given_or(cache.pages, slots * -(-found.max_model_tokens // found.page_tokens))
     split, host = Split(pages, cache, found.layout, found.page_tokens), host_memory()
     whole, host = split.total + running_bytes(found.layout, recipe), host // found.mesh.size
-    if (engines := recipe.parallel.dp) > 1:  # of which others may have taken theirs before
+    if (engines := recipe.parallel.dp) > 1:  # others may have allocated their share already
         host = min(host, host_memory(in_all=True) // (engines * found.mesh.size))
     if (kept := split.host_bytes) > host:
         raise ConfigError(
@@ -147,15 +147,15 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
 
 
-# -- what a step takes on a GPU --------------------------------------------------------------
+# -- memory of a step on a GPU ---------------------------------------------------------------
 
 
 def step_bytes(found: Resolved, model: Decoder, *, fuses_gate: bool) -> int:
-    """What is allocated beside the weights while `warm.largest_steps` runs, of one rank.
+    """Return the bytes of one rank, besides the weights, while `warm.largest_steps` runs.
 
-    That is the slots' columns, two pages, and the larger of a full prefill and a row in every slot
-    with its drafts. `model` may be of shapes alone. `fuses_gate`: gate and up are one product,
-    as on Hopper.
+    They are the slots' columns, two pages, and the larger of two steps: a full prefill, or a row
+    with its drafts in every slot. `model` may be on the meta device. `fuses_gate`: gate and up are
+    one product, as on Hopper.
     """
     recipe, bytes_each = found.recipe, found.dtype.itemsize
     slots, longest = int(recipe.schedule.slots), found.max_model_tokens
@@ -164,26 +164,26 @@ def step_bytes(found: Resolved, model: Decoder, *, fuses_gate: bool) -> int:
     layers: Any = model.layers
     attn, mlps = layers[0].attn, [one.mlp for one in layers]
     hidden = len(attn.out.weight)
-    # The caller of a block holds the product that the block before left for the stream.
+    # The caller of a block holds the product that the previous block has not added yet.
     stream = 2 * hidden
     is_added = found.mesh.tp_size == 1 and ADDED_LINEAR.fits(num_tokens, attn.out.weight)
     pending = 0 if is_added else hidden
     attention = stream + attn.elements() + pending
     mlp = stream + hidden + max(mlp.elements(pending, fuses_gate=fuses_gate) for mlp in mlps)
-    columns = longest + 1 - (-longest // found.page_tokens)  # of a slot: its tokens and its pages
+    columns = longest + 1 - (-longest // found.page_tokens)  # tokens and pages of a slot
     pages = 2 * found.layout.bytes_per_token * found.page_tokens
     rows = slots * (1 + recipe.speculate.tokens) if recipe.speculate else slots
     most = max(num_tokens * max(attention, mlp), rows * len(model.head.weight)) * bytes_each
     return int(4 * (slots + 1) * columns + pages + WORKSPACE + most)
 
 
-# -- what the host has ------------------------------------------------------------------------
+# -- memory of the host -----------------------------------------------------------------------
 
 
 def host_memory(root: Path = Path("/"), *, in_all: bool = False) -> int:
-    """Bytes that may be allocated: what the kernel calls available, within every control group.
+    """Return the bytes that may be allocated: the kernel's estimate, within every control group.
 
-    `in_all`: if nobody had allocated any.
+    With `in_all`, return the total, regardless of present allocations.
     """
     return min(of_machine(root, in_all), *group_rooms(root, in_all), NO_LIMIT)
 
@@ -199,7 +199,7 @@ def of_machine(root: Path, in_all: bool) -> int:
 
 
 def group_rooms(root: Path, in_all: bool) -> Iterator[int]:
-    """What each limit above this process leaves; files that were read may be forgotten again."""
+    """Yield the bytes left by each limit of this process. Cached file pages count as free."""
     for folder, most, used, of in groups(root):
         try:
             limit = int((folder / most).read_text())
@@ -213,7 +213,7 @@ def group_rooms(root: Path, in_all: bool) -> Iterator[int]:
 
 
 def groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """Folders of both versions, from this process's group to the topmost, and what GROUPS says."""
+    """Yield folders from this process's group to the topmost, of both versions, with GROUPS."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
