@@ -1,9 +1,8 @@
-"""The files of a checkpoint's folder, checked before anything of them is loaded.
+"""Checks of a checkpoint's folder before loading.
 
-Every way in which a folder is no checkpoint that can be loaded has a sentence of its own, with its
-remedy. Nothing here imports torch, so that it is said at once. Files stay inside of the folder:
-index files and links that lead elsewhere are refused, except for links into the blobs of the same
-model in the Hub's cache.
+Each kind of fault has its own sentence with a remedy. The module does not import torch, so that
+errors appear immediately. Index entries and links must stay inside the folder, except for links to
+the blobs of the same model in the Hub's cache.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from nanovllm.typed_yaml import NOT_JSON, ConfigError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
-SUFFIXES = (".json", ".safetensors", ".jinja")  # of the files that are read
-TEMPLATES = "additional_chat_templates"  # a folder in the folder
+SUFFIXES = (".json", ".safetensors", ".jinja")  # suffixes of files that are read
+TEMPLATES = "additional_chat_templates"  # a subfolder
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 LFS = b"version https://git-lfs.github.com/spec/"
-MOST_LFS_BYTES = 1024  # of a pointer
+MOST_LFS_BYTES = 1024  # maximum size of a pointer file
 
 QUANTISED = re.compile(
     r"[-_.](unsloth|bnb|awq|gptq|gguf|mlx|exl[23]|aqlm|hqq|fp8|nvfp4|mxfp4|[if]?n?t?[2348]-?bits?|"
@@ -44,9 +43,9 @@ class Adapter(Struct, frozen=True):
 
 
 def check_names(names: Collection[str], where: str, base: str | None = None) -> None:
-    """Raise ConfigError unless files of these names are a model with weights that can be read.
+    """Raise ConfigError unless files with these names are a model with readable weights.
 
-    `where`: the folder or Hub id. `base`: the model that it adapts, if that is known.
+    `where` is the folder or Hub id. `base` is the base model of an adapter, if available.
     """
     plain = [name for name in names if "/" not in name]
     has_weights = any(is_weights(name) for name in names)
@@ -83,7 +82,7 @@ def no_gguf(where: str) -> str:
 
 
 def made_from(name: str) -> str:
-    """Return the last part of a model's name, without what says that it is quantised."""
+    """Return the last part of a model's name without suffixes of quantised versions."""
     base = name.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
     while (shorter := QUANTISED.sub("", base)) != base:
         base = shorter
@@ -95,7 +94,7 @@ def is_weights(name: str) -> bool:
 
 
 def check_file(path: Path) -> None:
-    """Raise ConfigError if a file that stands for a model or a recipe holds weights."""
+    """Raise ConfigError if a file given as a model or recipe contains weights."""
     suffix = path.suffix.lower()
     if suffix == ".gguf" or head_of(path, 4) == b"GGUF":
         raise ConfigError(f"{path} is a GGUF file, {no_gguf(path.name)}")
@@ -106,7 +105,7 @@ def check_file(path: Path) -> None:
 def check(folder: Path, *, has_weights: bool = True) -> None:
     """Raise ConfigError if the folder's files cannot be loaded.
 
-    `has_weights`: False for a model that runs with random ones.
+    `has_weights` is False for a model that runs with random weights.
     """
     try:
         names = [path.name for path in folder.iterdir()]
@@ -128,7 +127,7 @@ def check(folder: Path, *, has_weights: bool = True) -> None:
 
 
 def read_files(folder: Path) -> Iterator[Path]:
-    """Yield what is read of a folder: files, and the subfolder of templates."""
+    """Yield the paths of a folder that are read: files, and the subfolder of templates."""
     for path in sorted(folder.iterdir()):
         if path.name == TEMPLATES:
             yield path
@@ -139,7 +138,7 @@ def read_files(folder: Path) -> Iterator[Path]:
 
 
 def check_inside(folder: Path, path: Path) -> None:
-    """Raise ConfigError if the file, where all links lead, is outside of the folder.
+    """Raise ConfigError if the file, with all links resolved, is outside the folder.
 
     In the Hub's cache a snapshot's files are links to blobs: snapshots/COMMIT/x -> blobs/HASH.
     """
@@ -156,7 +155,7 @@ def check_inside(folder: Path, path: Path) -> None:
 
 
 def head_of(path: Path, count: int) -> bytes:
-    """Return the first bytes of a file; none of what is no file that can be read."""
+    """Return the first bytes of a file; no bytes if it is not a readable file."""
     try:
         if not path.is_file():
             return b""
@@ -167,7 +166,7 @@ def head_of(path: Path, count: int) -> bytes:
 
 
 def base_of(folder: Path) -> str | None:
-    """Return the model that an adapter's folder names as its base."""
+    """Return the base model in an adapter's config, or None."""
     try:
         found = msgspec.json.decode((folder / ADAPTER).read_bytes(), type=Adapter)
     except (*NOT_JSON, OSError):
@@ -176,8 +175,10 @@ def base_of(folder: Path) -> str | None:
 
 
 def weight_files(folder: Path) -> tuple[Path, list[Path]]:
-    """Return what stands for the checkpoint in messages, and its files: the index's, the one, or
-    all. Raise ConfigError if there are none, or if the index names others than the folder's own.
+    """Return the path to name in messages, and the weight files.
+
+    The files are those of the index, the single file, or all. Raise ConfigError if there are none,
+    or if the index lists files outside the folder.
     """
     index = folder / INDEX
     if index.is_file():
@@ -202,7 +203,7 @@ def weight_files(folder: Path) -> tuple[Path, list[Path]]:
 
 
 def check_named(folder: Path, index: Path, name: str) -> None:
-    """Raise ConfigError unless the index's file is there, inside of the folder."""
+    """Raise ConfigError unless a file of the index exists inside the folder."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ConfigError(f"{index}: names {json.dumps(name)}, which is outside of the folder")
     if not (folder / name).is_file():

@@ -1,8 +1,8 @@
-"""The processes of a server: how one is spawned, what it does, and its pipe to the supervisor.
+"""Child processes of a server: spawning, entry points, and the pipe to the supervisor.
 
-Messages of a child: "ready" once, or the reason why it never will be; heartbeats from its first
-moment on. Messages to a child: a lost engine, or LEAVE. A child dies with its supervisor: each
-holds one end of a pipe and ends when the other end closes.
+Messages from a child: "ready" once, or the reason why it cannot become ready; heartbeats from its
+start on. Messages to a child: a lost engine, or LEAVE. A child dies with its supervisor, because
+each holds one end of a pipe and ends when the other end closes.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from nanovllm.watch import BEAT, BEAT_EVERY_S, STUCK, Child
 log = logging.getLogger("serve")
 EXIT_CONFIG = 2
 EXIT_CRASH = 1
-REMOVALS = 100  # of the folder, each within some 20 us once it is gone
-LEAVE = "leave"  # to an engine: no API process will follow the last one
-STALLS = 6  # a step late by this many times server.stall_s is stuck
+REMOVALS = 100  # attempts to remove the folder, about 20 us each when it no longer exists
+LEAVE = "leave"  # message to an engine: no further API process will connect
+STALLS = 6  # a step late by more than this multiple of server.stall_s is stuck
 OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 
 
 def spawn(name: str, config: Config, target: object, *args: object, folder: str = "") -> Child:
     """Start a child, which dies with this process, and return it with its pipe.
 
-    It is born with interrupts blocked: a Ctrl-C, which a terminal sends to all processes, does not
-    end it before it ignores them. One that comes meanwhile reaches this process right afterwards.
-    The system's list of processes shows `name`, up to 15 characters of it.
+    The child starts with interrupts blocked. Thus a Ctrl-C, which a terminal sends to all
+    processes, does not end it before it ignores interrupts. This process gets one that arrives
+    meanwhile right after the start. `ps` shows the first 15 characters of `name`.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -69,14 +69,14 @@ class Word:
     """A child's end of the pipe to its supervisor."""
 
     def __init__(self, pipe: Pipe, folder: str = "") -> None:
-        """`folder`: where the server's sockets are; "" of a process without."""
+        """`folder` has the server's sockets; "" if there is none."""
         self._pipe = pipe
         self._folder = folder
         self._lock = threading.Lock()  # the heartbeat thread sends, too
         self._on_lost: Callable[[int, float], object] = lambda *_: None
         self._on_leave: Callable[[], object] = lambda: None
         self._late_s: Callable[[], float] = lambda: 0.0
-        self.most_late_s = math.inf  # a step that is later than this is stuck
+        self.most_late_s = math.inf  # a step later than this is stuck
         self._must_leave = False
         self.is_ready = False
 
@@ -85,8 +85,10 @@ class Word:
         self._send("ready")
 
     def ready_for_good(self) -> None:
-        """From now on the process ends after its last connection, also where a SIGTERM goes to all
-        processes."""
+        """Report ready, and ignore SIGTERM from now on.
+
+        The process then ends after its last connection, even if a SIGTERM reaches all processes.
+        """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.ready()
 
@@ -95,23 +97,28 @@ class Word:
         sys.exit(EXIT_CONFIG)
 
     def hear(self, on_lost: Callable[[int, float], object]) -> None:
-        """From now on call `on_lost`, in a thread, with the number of each lost engine and the time
-        of its loss (monotonic)."""
+        """Call `on_lost`, in a thread, for each engine lost from now on.
+
+        Its arguments are the engine's number and the monotonic time of the loss.
+        """
         self._on_lost = on_lost
 
     def on_leave(self, leave: Callable[[], object]) -> None:
-        """Call `leave`, maybe in a thread, once no further API process will come."""
+        """Call `leave`, possibly in a thread, when no further API process will connect."""
         self._on_leave = leave
         if self._must_leave:
             leave()
 
     def watch_steps(self, late_s: Callable[[], float]) -> None:
-        """Report the process as stuck while `late_s` is above `most_late_s`."""
+        """Report the process as stuck while `late_s` exceeds `most_late_s`."""
         self._late_s = late_s
 
     def leave_with_supervisor(self) -> None:
-        """Run in a thread: receive messages, send heartbeats, and end when the supervisor ends,
-        whose folder goes with it. All children remove it, and what others may still put there."""
+        """Receive messages and send heartbeats, in a thread, until the supervisor ends.
+
+        Then remove its folder and end the process. All children remove it repeatedly, because
+        others may still create files in it.
+        """
         with contextlib.suppress(EOFError, OSError):
             while True:
                 if self._pipe.poll(BEAT_EVERY_S):
@@ -141,12 +148,13 @@ class Word:
 
 
 def child(target: object, pipe: Pipe, folder: str, config: Config, *args: object) -> None:
-    """Run in the child. Interrupts are the supervisor's business.
+    """Run in the child. Interrupts are ignored, since the supervisor handles them.
 
-    The process ends without taking apart what it has: connections to other ranks would wait.
+    The process ends by os._exit without cleaning up. Closing connections to other ranks would
+    block.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(OSError):  # only Linux has it
+    with contextlib.suppress(OSError):  # exists on Linux only
         Path("/proc/self/comm").write_text(multiprocessing.current_process().name)
     setup(config.recipe.server.log_format)
     word = Word(pipe, folder)
@@ -160,15 +168,18 @@ def child(target: object, pipe: Pipe, folder: str, config: Config, *args: object
 
 
 def run_child(target: object, word: Word, config: Config, *args: object) -> None:
-    """Run the target. The reason that keeps it from being ready is one line for the supervisor; an
-    unforeseen exception is a record of the log, too, then and later."""
+    """Run the target, and report an exception.
+
+    Before the process is ready, the reason goes to the supervisor as one line. An unexpected
+    exception is always logged, too.
+    """
     try:
         assert callable(target)
         target(word, config, *args)
     except ConfigError as error:
         word.sorry(error)
     except (RankLostError, EngineLostError):
-        sys.exit(EXIT_CRASH)  # the supervisor logs how that one ended
+        sys.exit(EXIT_CRASH)  # the supervisor logs the exit of the lost process
     except Exception as error:
         if isinstance(error, OSError) and error.errno in OF_A_DISK and not word.is_ready:
             some = f"one of {tempfile.gettempdir()}, {cache_dir()}, Triton's cache"
@@ -178,18 +189,18 @@ def run_child(target: object, word: Word, config: Config, *args: object) -> None
 
 
 def run_engine(word: Word, config: Config, place: Place, path: str) -> None:
-    """Run rank 0, which plans and serves, or another rank, which follows it."""
+    """Run rank 0, which plans and serves, or another rank, which follows rank 0."""
     if place.rank == 0:
         from nanovllm.engine.process import main
         from nanovllm.ipc.channel import Listener
 
-        if config.recipe.parallel.dp > 1:  # the others serve while it is replaced
+        if config.recipe.parallel.dp > 1:  # other engines serve while this one is replaced
             word.most_late_s = STALLS * config.recipe.server.stall_s
         main(config, place, Listener(path), 0, word.ready_for_good, word)
     else:
         from nanovllm.engine.ranks import follow
 
-        logging.getLogger("engine").setLevel(logging.WARNING)  # rank 0 logs the same
+        logging.getLogger("engine").setLevel(logging.WARNING)  # rank 0 logs the same lines
         follow(config, place, word.ready_for_good)
 
 

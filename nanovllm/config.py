@@ -1,8 +1,8 @@
-"""A recipe becomes one frozen `Config`.
+"""Recipes (YAML) and the frozen `Config` that is read from one.
 
-A recipe (YAML) says everything about one deployment of one model, in sections. Unknown keys are
-errors that name the path and a near valid name; `--set section.key=value` overrides any key.
-"auto" exists only here: whoever resolves one writes the concrete value into a new Config.
+A recipe describes one deployment of one model, in sections. An unknown key is an error with its
+path and the nearest valid name. `--set section.key=value` overrides any key. Code that resolves an
+"auto" writes the concrete value to a new Recipe.
 """
 
 from __future__ import annotations
@@ -31,40 +31,41 @@ from nanovllm.typed_yaml import (
 
 DEMO = recipes.PACKAGE / "demo"  # the embedded default model: config, weights, tokenizer, template
 Auto = Literal["auto"]
-MOST_TOKENS = 32768  # context served by default, when the model's own is longer
+MOST_TOKENS = 32768  # default context length, if the model's own is longer
 
 
 class Load(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: Literal["auto", "safetensors", "dummy"] = "auto"
-    seed: int = 0  # of dummy weights
+    seed: int = 0  # seed of dummy weights
 
 
 class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    tp: int = 1  # devices that work on every token
-    # How many have whole experts of their own: 1, as tp, or beside a tp of 1 any number of devices,
-    # each of which works on tokens of its own requests.
+    tp: int = 1  # number of devices that share every token
+    # Number of devices with whole experts: 1 or tp. With a tp of 1 it may be any number; each
+    # device then computes the tokens of its own requests.
     ep: int = 1
-    dp: int = 1  # engines of so many devices each, the larger of tp and ep, behind one server
-    # Of several engines a request goes to the one where prefill_weight times the prompt tokens to
-    # compute and load_weight times the requests in flight are least.
+    dp: int = 1  # number of engine replicas of one server, each on max(tp, ep) devices
+    # A request goes to the engine with the least
+    # prefill_weight * (prompt tokens to compute) + load_weight * (requests in flight).
     prefill_weight: float = 1.0
     load_weight: float = 128.0
-    # Restarts within an hour of each engine, where there are several, and of each API process. The
-    # waits before them are 1, 2, 4 ... 60 s, so that 100 do not run out. 0: none.
+    # Maximum restarts within an hour of each engine (if there are several) and of each API process.
+    # The delays before them are 1, 2, 4 ... 60 s, so 100 restarts suffice for an hour. 0: none.
     restarts: int = 100
 
 
 class Cache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    dtype: Literal["auto", "fp8"] = "auto"  # auto: the model's; fp8: e4m3, a scale for each head
-    # Of recurrent states. bfloat16: half the bytes, and rounded whenever a step ends.
+    dtype: Literal["auto", "fp8"] = "auto"  # auto: the model's; fp8: e4m3, one scale per head
+    # Dtype of recurrent states. bfloat16 halves the bytes, and rounds at the end of each step.
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     page_tokens: int | Auto = "auto"
-    pages: int | Auto = "auto"  # auto: what fits
-    memory_fraction: float = 0.9  # of the device's memory, weights included
-    cpu_gib: float = 2.0  # what "auto" pages may take on a CPU, of each rank
-    # Of a model with recurrent layers: states kept for reuse; auto: what fits in this share of the
-    # room that the states of running requests leave, or in so much of the host's memory, of each
-    # rank, if that is not 0. Then they lie there, and pages get all of the device's room.
+    pages: int | Auto = "auto"  # auto: as memory allows
+    memory_fraction: float = 0.9  # usable part of the device's memory, including weights
+    cpu_gib: float = 2.0  # memory of "auto" pages on a CPU, per rank
+    # Number of recurrent states kept for reuse. auto: the number that fits in checkpoint_fraction
+    # of the memory for pages and checkpoints. Without recurrent layers there are none. If
+    # checkpoint_host_gib is not 0, they are in that much host memory per rank instead. Pages then
+    # get all of the device's memory.
     checkpoints: int | Auto = "auto"
     checkpoint_fraction: float = 0.25
     checkpoint_host_gib: float = 0.0
@@ -72,90 +73,90 @@ class Cache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Schedule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    slots: int | Auto = "auto"  # most requests on the device at once; auto: 16 on a CPU, else 512
-    # Token budget of a step; auto: 512 on a CPU, else 8192, of models with experts 16384.
+    slots: int | Auto = "auto"  # maximum running requests; auto: 16 on a CPU, 512 on a GPU
+    # Token budget of a step. auto: 512 on a CPU, 8192 on a GPU, 16384 for models with experts.
     step_tokens: int | Auto = "auto"
-    # Of a step that also decodes; auto: by the measured times of steps (engine/pace.py). A step
-    # with prompts takes less than four without, and a prompt at most four times as long as its
-    # tokens would alone; on a host so slow that both cannot hold, the latter does.
+    # Token budget of a step that also decodes. auto: by measured step times (engine/pace.py). A
+    # step with prompts then takes less than four without. A prompt takes at most four times as
+    # long as its tokens alone. On a host too slow for both, only the latter holds.
     mixed_step_tokens: int | Auto = "auto"
     depth: int = 1  # steps planned ahead of the device; 0 = never overlap
-    max_queue: int = 4096  # waiting requests beyond which a new one is refused (503)
-    ageing_s: float = 1.0  # a waiting request gains one priority level in so many seconds
-    overtake_steps: int = 64  # in so many, others may be admitted past one that has no pages
+    max_queue: int = 4096  # maximum waiting requests; further ones are refused (503)
+    ageing_s: float = 1.0  # seconds of waiting that raise priority by one level
+    overtake_steps: int = 64  # steps in which others may pass a request that lacks pages
 
 
 class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which implementation of each operation; "torch" is always the plain reference."""
+    """Implementation of each operation; "torch" is always the plain reference."""
 
     attention: Literal["auto", "torch", "triton", "flash"] = "auto"
-    decode: Literal["auto", "torch", "triton", "cute"] = "auto"  # attention of decode rows
+    decode: Literal["auto", "torch", "triton", "cute"] = "auto"  # attention in decode rows
     rms_norm: Literal["auto", "torch", "triton", "compile"] = "auto"
     add_rms_norm: Literal["auto", "torch", "triton", "compile"] = "auto"
     silu_mul: Literal["auto", "torch", "triton", "compile"] = "auto"
-    sigmoid_mul: Literal["auto", "torch", "triton", "compile"] = "auto"  # of gated attention
+    sigmoid_mul: Literal["auto", "torch", "triton", "compile"] = "auto"  # for gated attention
     rope_store: Literal["auto", "torch", "triton", "compile"] = "auto"
-    gated_linear: Literal["auto", "torch", "cute"] = "auto"  # of steps of many rows
-    skinny_linear: Literal["auto", "torch", "cute"] = "auto"  # of up to 128 rows, reading weights
-    sliced_linear: Literal["auto", "torch", "library"] = "auto"  # of some hundred rows: split-K
-    added_linear: Literal["auto", "torch", "library"] = "auto"  # of thousands, onto the residual
-    # Of block fp8. cute: of few rows in Triton; tiled: of few rows, too, by the kernel of many.
+    gated_linear: Literal["auto", "torch", "cute"] = "auto"  # for steps of many rows
+    skinny_linear: Literal["auto", "torch", "cute"] = "auto"  # for up to 128 rows
+    sliced_linear: Literal["auto", "torch", "library"] = "auto"  # split-K, for some hundred rows
+    added_linear: Literal["auto", "torch", "library"] = "auto"  # thousands of rows, adds residual
+    # Block fp8. cute: Triton for few rows, CuTe for many; tiled: the CuTe kernel for all.
     fp8_linear: Literal["auto", "torch", "tiled", "cute"] = "auto"
-    experts: Literal["auto", "torch", "triton", "cute"] = "auto"  # cute: triton with few rows
-    delta: Literal["auto", "torch", "triton"] = "auto"  # the gated delta rule, of recurrent layers
+    experts: Literal["auto", "torch", "triton", "cute"] = "auto"  # cute: Triton for few rows
+    delta: Literal["auto", "torch", "triton"] = "auto"  # gated delta rule of recurrent layers
     sample: Literal["auto", "torch", "triton"] = "auto"
     batch_prep: Literal["auto", "torch", "triton"] = "auto"
     cuda_graphs: bool = True
-    mixed_graph_tokens: int = 2048  # largest step with a prompt chunk that replays graphs; 0: none
+    mixed_graph_tokens: int = 2048  # largest step with prompts that uses CUDA graphs; 0: none
 
 
 class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None  # None: what NANOVLLM_API_KEY says
-    # Web pages that may use the server besides its own and those of this machine: the origins, as
-    # https://chat.example, or "*": all pages, for the API alone.
+    api_key: str | None = None  # None: the value of NANOVLLM_API_KEY
+    # Origins of further web pages that may use the server, such as https://chat.example. "*": all
+    # pages, for the API only. The server's own page and pages of this machine are always allowed.
     allowed_origins: list[str] = field(default_factory=list)
-    # On a loopback host without a key: names in the header Host, besides addresses and localhost.
+    # Allowed names in the Host header on a loopback host without a key; addresses and localhost are
+    # always allowed.
     allowed_hosts: list[str] = field(default_factory=list)
-    served_name: str | None = None  # one more name of the model; None: the last part of its name
+    served_name: str | None = None  # additional model name; None: the last part of its name
     parser: str = "auto"
-    page: bool | Auto = "auto"  # and /debug/steps; auto: where only this machine can open it
-    reasoning_content: bool = False  # name reasoning that way too, for clients that need it
-    raise_priority: bool = False  # clients may ask for a priority below 0, down to -100
+    page: bool | Auto = "auto"  # also /debug/steps; auto: if only this machine can open it
+    reasoning_content: bool = False  # also send reasoning under this older name
+    raise_priority: bool = False  # accept priorities from -100 to -1 of clients
     workers: int = 1
-    max_model_tokens: int | Auto = "auto"  # auto: the model's own, 32768, or what the cache holds
+    max_model_tokens: int | Auto = "auto"  # auto: least of the model's, 32768 and the cache's
     max_body_bytes: int = 32 * 1024 * 1024
-    stall_s: float = 10.0  # silence of the engine, or delay of a step, that /health calls a stall
-    max_header_bytes: int = 64 * 1024  # of a request's first line and headers
+    stall_s: float = 10.0  # silence of the engine or delay of a step that /health reports
+    max_header_bytes: int = 64 * 1024  # limit of a request's first line and headers
     max_headers: int = 100
-    header_timeout_s: float = 10.0  # from a connection's start, or a request's first byte
-    body_timeout_s: float = 60.0  # for a body to come, and for a finished response to be read
-    max_unread_bytes: int = 1024 * 1024  # of a stream; one that is read more slowly is dropped
-    shutdown_s: float = 60.0  # after SIGTERM, running requests may finish for this long
-    log_format: Literal["text", "json"] = "text"  # json: one object a line
+    header_timeout_s: float = 10.0  # from the start of a connection or a request's first byte
+    body_timeout_s: float = 60.0  # for receiving a body, and for sending the end of a response
+    max_unread_bytes: int = 1024 * 1024  # per stream; clients that read more slowly are dropped
+    shutdown_s: float = 60.0  # time after SIGTERM for running requests to finish
+    log_format: Literal["text", "json"] = "text"  # json: one object per line
 
 
 class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    compile_s: float = 10.0  # a grammar that takes more CPU time to compile is refused (400)
+    compile_s: float = 10.0  # CPU time to compile a grammar; one that takes more is refused (400)
 
 
 class Paper(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of `engine: paper`, which answers at a fixed rate without a model: the server by
-    itself."""
+    """Settings of `engine: paper`, which answers at a fixed rate without a model."""
 
-    tokens_per_s: float = 250.0  # of each stream; a step takes the inverse
+    tokens_per_s: float = 250.0  # rate of each stream; a step takes the inverse
 
 
 class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    model: str = "demo"  # "demo", a local folder, or a hub id; may be written model.name
-    num_layers: int | Auto = "auto"  # the first of so many; written model.num_layers
+    model: str = "demo"  # "demo", a local folder, or a Hub id; may be written model.name
+    num_layers: int | Auto = "auto"  # run only the first layers; written model.num_layers
     engine: Literal["model", "paper"] = "model"
-    config: str | None = None  # a config.json to use when the model's folder is not at hand
+    config: str | None = None  # config.json to use if there is no folder of the model
     device: Literal["auto", "cuda", "cpu"] = "auto"
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16, on a CPU float32
-    quantize: Literal["fp8"] | None = None  # fp8: made of other weights while they load
-    cpu_threads: int | Auto = "auto"  # of products on a CPU, of each rank; auto: by weights, cores
+    quantize: Literal["fp8"] | None = None  # fp8: quantise other weights while loading
+    cpu_threads: int | Auto = "auto"  # per rank, on a CPU; auto: by size of weights and cores
     load: Load = Load()
     parallel: Parallel = Parallel()
     experts: Experts = Experts()
@@ -169,20 +170,20 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Config(Struct, frozen=True, kw_only=True):
-    """A checked recipe, and what was derived from it."""
+    """A checked recipe, and the values derived from it."""
 
     recipe: Recipe
     source: str  # the recipe file, or "built in"
-    changed: dict[str, Any]  # what flags and --set altered
-    model_dir: str | None  # holds config.json, weights, tokenizer; None: dummy from `config_path`
+    changed: dict[str, Any]  # values from flags and --set
+    model_dir: str | None  # has config.json, weights, tokenizer; None: dummy by `config_path`
     config_path: str  # the model's config.json
     tokenizer_dir: str
     served_name: str
-    eos_ids: tuple[int, ...] | None = None  # that end a text (server/ends.py); None: not known yet
+    eos_ids: tuple[int, ...] | None = None  # ids that end a text (server/ends.py); None: unread
 
     @property
     def model_names(self) -> list[str]:
-        """The names of the model, as /v1/models lists them: its hub id first, then the others.
+        """Return the model's names, as listed by /v1/models: its Hub id first, then the others.
 
         A model in a folder has the folder's name instead of an id, so that no path is published.
         """
@@ -196,7 +197,7 @@ class Config(Struct, frozen=True, kw_only=True):
 
     @property
     def model_paths(self) -> set[str]:
-        """The paths of this machine that are accepted as the model's name, and not published."""
+        """Return the local paths that are accepted as the model's name. They are not published."""
         paths = {self.recipe.model, self.recipe.model.rstrip("/")}
         if Path(self.source).suffix in recipes.SUFFIXES:
             paths |= {self.source, os.path.join(".", self.source)}
@@ -204,11 +205,11 @@ class Config(Struct, frozen=True, kw_only=True):
 
 
 class Checked(Struct, frozen=True):
-    """A recipe without mistakes, whose model was not looked for yet."""
+    """A valid recipe whose model has not been located yet."""
 
     recipe: Recipe
-    source: str  # as Config.source
-    base: Path  # what the recipe's paths start from
+    source: str  # same as Config.source
+    base: Path  # base of the recipe's relative paths
     changed: dict[str, Any]
 
 
@@ -218,9 +219,9 @@ def load_config(
     flags: Mapping[str, object] = {},
     check: Check | None = None,
 ) -> Config:
-    """A recipe file, the name of a shipped one, a model's folder or hub id, or None: the demo.
+    """Return the config of a recipe file, built-in recipe, model folder or Hub id; None: the demo.
 
-    `check`: of its config.json. Raises ConfigError with one line for the user.
+    `check` is called with the model's config.json. Raise ConfigError with one line for the user.
     """
     return locate(read_recipe(named, overrides, flags), check)
 
@@ -228,14 +229,14 @@ def load_config(
 def read_recipe(
     named: str | None, overrides: Iterable[str] = (), flags: Mapping[str, object] = {}
 ) -> Checked:
-    """The recipe with `section.key=value` overrides. The network is not asked for anything."""
+    """Return the recipe with `section.key=value` overrides, without using the network."""
     raw, source, base = _find(named)
     changed = {path: value for path, value in flags.items() if value is not None}
     for text in overrides:
         key, equals, written = text.partition("=")
         if not equals:
             raise ConfigError(f"--set {text}: write section.key=value")
-        changed[key.strip()] = parse(written, f"--set {key}: the value")  # maybe a secret
+        changed[key.strip()] = parse(written, f"--set {key}: the value")  # may be a secret
     for path, value in (*_keys_of_model(raw), *changed.items()):
         if path.startswith("model.") and path not in MODEL_KEYS:
             raise ConfigError(f"unknown key {path}; a model has {', '.join(MODEL_KEYS)}")
@@ -252,14 +253,14 @@ MODEL_KEYS = {"model.name": "model", "model.num_layers": "num_layers"}
 
 
 def _keys_of_model(raw: dict[str, Any]) -> list[tuple[str, object]]:
-    """What `model: {name: ..., num_layers: ...}` says, which is not among the sections any more."""
+    """Remove a section `model: {name: ..., num_layers: ...}`, and return its keys and values."""
     if not isinstance(raw.get("model"), dict):
         return []
     return [(f"model.{key}", value) for key, value in raw.pop("model").items()]
 
 
 def _find(named: str | None) -> tuple[dict[str, Any], str, Path]:
-    """What a recipe says before any override, where that is, and what its paths start from."""
+    """Return the recipe's content before overrides, its source, and the base of its paths."""
     if named is None:
         return {}, "built in", Path()
     path, model = recipes.find(named)
@@ -269,7 +270,7 @@ def _find(named: str | None) -> tuple[dict[str, Any], str, Path]:
     if model is not None:
         return {"model": model}, model, Path()
     if os.path.isdir(named):
-        checkpoint.check(Path(named))  # which names what it is instead of a model
+        checkpoint.check(Path(named))  # its error describes the folder's content
     known = recipes.shipped()
     near = difflib.get_close_matches(named, known, 1)
     raise ConfigError(
@@ -297,7 +298,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "schedule.step_tokens": (1, 1 << 20),
     "schedule.mixed_step_tokens": (1, 1 << 20),
     "schedule.depth": (0, 4),
-    "schedule.max_queue": (1, 1 << 20),  # whoever comes waits at least for the next step
+    "schedule.max_queue": (1, 1 << 20),  # every request waits at least for the next step
     "schedule.ageing_s": (0.001, 86400),
     "schedule.overtake_steps": (0, 1 << 20),
     "kernels.mixed_graph_tokens": (0, 1 << 20),
@@ -333,9 +334,9 @@ def given_or(value: int | Auto, otherwise: int) -> int:
 
 
 def resolve_schedule(schedule: Schedule, *, on_cpu: bool, most: int = 8192) -> Schedule:
-    """Without any "auto" but that of mixed_step_tokens. No step has more than step_tokens.
+    """Return the schedule without "auto", except for mixed_step_tokens.
 
-    `most`: the tokens of a GPU's step, where the schedule leaves them open.
+    No value exceeds step_tokens. `most` is the default of step_tokens on a GPU.
     """
     most = given_or(schedule.step_tokens, 512 if on_cpu else most)
     mixed = schedule.mixed_step_tokens
@@ -345,9 +346,9 @@ def resolve_schedule(schedule: Schedule, *, on_cpu: bool, most: int = 8192) -> S
 
 
 def resolve_context(asked: int | Auto, model_tokens: int, cache_tokens: int, cure: str) -> int:
-    """`server.max_model_tokens` as a number: no longer than the model's context, nor the cache.
+    """Return `server.max_model_tokens` as a number within the model's context and the cache.
 
-    Raises ConfigError if what was asked for is; `cure` says how a larger cache is had.
+    Raise ConfigError if the given value exceeds one of them. `cure` is the remedy for the cache.
     """
     if asked == "auto":
         return min(model_tokens, MOST_TOKENS, cache_tokens)
@@ -364,9 +365,10 @@ def resolve_context(asked: int | Auto, model_tokens: int, cache_tokens: int, cur
 
 
 def locate(checked: Checked, check: Check | None = None) -> Config:
-    """Find the model's files; the hub is asked for what is not here, unless weights are dummies.
+    """Find the model's files; download missing ones from the Hub, except for dummy weights.
 
-    `check`: of config.json and the model's name, before weights are downloaded. Raise ConfigError.
+    `check` is called with config.json and the model's name before weights are downloaded. Raise
+    ConfigError if there is no such model, or it cannot be served.
     """
     recipe, check = checked.recipe, check or (lambda *_: None)
     dummy = recipe.load.format == "dummy"
@@ -399,7 +401,7 @@ def locate(checked: Checked, check: Check | None = None) -> Config:
 
 
 def _folder_of(model: str, check: Check, *, dummy: bool) -> Path | None:
-    """A local folder as it is, or a hub id's files, brought here first if allowed and needed."""
+    """Return a local folder, or that of a Hub id, downloaded if needed; None if there is none."""
     local = Path(os.path.expanduser(model))
     if local.is_dir():
         return local
@@ -411,31 +413,31 @@ def _folder_of(model: str, check: Check, *, dummy: bool) -> Path | None:
 
 
 def last_part(model: str) -> str:
-    """Return the last part of a hub id, or the name of a folder."""
+    """Return the last part of a Hub id, or the name of a folder."""
     last = model.rstrip("/").rsplit("/", 1)[-1]
     return Path(model).resolve().name if last in ("", ".", "..") else last
 
 
 def without_api_key(config: Config) -> Config:
-    """For processes that need to know no more than that there is one."""
+    """Return the config with the API key hidden, for processes that do not check it."""
     server = config.recipe.server
     hidden = structs.replace(server, api_key=None if server.api_key is None else "...")
     return structs.replace(config, recipe=structs.replace(config.recipe, server=hidden))
 
 
 def given_api_key() -> str | None:
-    """Return the key in the environment, which `ps` does not show; None if it is not set or empty.
+    """Return the key of the environment, which `ps` does not show; None if it is unset or empty.
 
-    It is never printed or recorded.
+    The key is never printed or recorded.
     """
     key = os.environ.get("NANOVLLM_API_KEY")
     return usable_key(key, "NANOVLLM_API_KEY") if key else None
 
 
 def usable_key(key: str, named: str) -> str:
-    """Return a key without the white space around it, such as the newline at the end of a file.
+    """Return a key without surrounding white space, such as the newline at the end of a file.
 
-    Raises ConfigError if nothing is left, or nothing that a header can carry.
+    Raise ConfigError if the result is empty, or cannot be sent in a header.
     """
     bare = key.strip()
     if not bare:
@@ -447,10 +449,10 @@ def usable_key(key: str, named: str) -> str:
 
 
 def given_gpus() -> str | None:
-    """CUDA_VISIBLE_DEVICES; None where all GPUs are visible."""
+    """Return CUDA_VISIBLE_DEVICES; None if all GPUs are visible."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def cache_dir() -> Path:
-    """Where compiled CuTe DSL kernels are kept between starts."""
+    """Return the folder of compiled CuTe DSL kernels."""
     return Path(os.environ.get("NANOVLLM_CACHE", "~/.cache/nanovllm")).expanduser() / "cute"

@@ -1,4 +1,4 @@
-"""The recipe's section of routed experts, and the file that says which ranks hold which of them."""
+"""The recipe's section `experts`, and the file that places routed experts on ranks."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from msgspec.structs import replace
 
 from nanovllm.typed_yaml import NOT_JSON, ConfigError
 
-ExpertsByRank = list[list[int]]  # the experts that each rank holds, in their order
+ExpertsByRank = list[list[int]]  # indices of each rank's experts, in order
 encode_lines = msgspec.json.Encoder().encode_lines
 
 
 class Experts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    routing: Literal["auto", "uniform"] = "auto"  # uniform: at random, to measure dummy weights
-    placement: str | None = None  # a file of bench --expert-load; None: equal shares in their order
+    routing: Literal["auto", "uniform"] = "auto"  # uniform: random, to measure dummy weights
+    placement: str | None = None  # a file of bench --expert-load; None: equal spans in order
 
 
 class PlacedLayer(Struct, frozen=True, forbid_unknown_fields=True):
     """One line of a file of `bench --expert-load`."""
 
     layer: int
-    tokens: list[int]  # that were routed to each expert
+    tokens: list[int]  # tokens routed to each expert
     ranks: ExpertsByRank = []
 
 
 class ExpertLoad(Struct, frozen=True):
-    """How many tokens were routed to experts since the start, as an engine tells it."""
+    """Tokens routed to experts since the engine's start, as sent by an engine."""
 
-    layers: list[int]  # those that have experts
-    tokens: bytes  # int64, of each of them and each expert
-    at_ranks: bytes  # int64, of each of them and each rank: of the experts that it holds
+    layers: list[int]  # indices of layers with experts
+    tokens: bytes  # int64 [layer, expert]
+    at_ranks: bytes  # int64 [layer, rank]: tokens of the rank's experts
 
     @property
     def by_rank(self) -> dict[str, int]:
@@ -45,8 +45,7 @@ class ExpertLoad(Struct, frozen=True):
 
     @property
     def imbalance(self) -> dict[str, float]:
-        """The most tokens of an expert, or of a rank, over their mean: by layer and which of both
-        is compared."""
+        """Return maximum over mean of the tokens, by "layer/experts" and "layer/ranks"."""
         return {
             f"{layer}/{name}": max(row) * len(row) / max(sum(row), 1)
             for name, counts in (("experts", self.tokens), ("ranks", self.at_ranks))
@@ -54,7 +53,7 @@ class ExpertLoad(Struct, frozen=True):
         }
 
     def lines(self) -> bytes:
-        """The lines of a file in which nothing is placed yet."""
+        """Return the lines of a placement file without ranks."""
         return encode_lines(map(PlacedLayer, self.layers, self._by_layer(self.tokens)))
 
     def _by_layer(self, counts: bytes) -> list[list[int]]:
@@ -64,10 +63,10 @@ class ExpertLoad(Struct, frozen=True):
 
 
 class Spread:
-    """A file that says which experts each rank holds, of each layer."""
+    """A placement file: the experts of each rank, by layer."""
 
     def __init__(self, path: str) -> None:
-        """Raises ConfigError if it is no such file."""
+        """Read the file. Raise ConfigError if it is not a placement file."""
         self.path = path
         try:
             lines = decode_lines(Path(path).read_bytes())
@@ -77,7 +76,7 @@ class Spread:
         self.by_layer = {line.layer: line.ranks for line in lines}
 
     def ranks(self, layer: int, num_experts: int, num_ranks: int) -> ExpertsByRank:
-        """Raises ConfigError if the file does not fit the model or its ranks."""
+        """Return a layer's placement. Raise ConfigError if it does not fit the model or ranks."""
         ranks, problem = self.by_layer.get(layer, []), ""
         sizes = {size for held in ranks for size in (len(held), len({*held}))}
         if len(ranks) != num_ranks:
@@ -95,12 +94,13 @@ decode_lines = msgspec.json.Decoder(PlacedLayer).decode_lines
 
 
 def write_placement(lines: bytes, path: Path, num_ranks: int, more: int) -> None:
-    """What engines tell into a file, their experts placed by it.
+    """Place experts by the engines' loads, and write the placement file.
 
-    Raises ConfigError: it has no experts, or cannot share them equally, or the file cannot be.
+    Raise ConfigError if there are no experts, if they cannot be shared equally, or if the file
+    cannot be written.
     """
     counts: dict[int, list[int]] = {}
-    for one in decode_lines(lines):  # of all engines
+    for one in decode_lines(lines):  # lines of all engines
         counts[one.layer] = [*map(add, counts.get(one.layer, repeat(0)), one.tokens)]
     layers = [*map(PlacedLayer, counts, counts.values())]
     if not layers or len(layers[0].tokens) % num_ranks:
@@ -120,11 +120,11 @@ def evenly(num_experts: int, num_ranks: int) -> ExpertsByRank:
 
 
 def placed(tokens: Sequence[int], num_ranks: int, more: int) -> ExpertsByRank:
-    """The experts of each rank, so that ranks have about equally many tokens.
+    """Return the experts of each rank, so that ranks have about the same number of tokens.
 
-    Each holds `more` than its equal share, which are further copies of those that have most; an
-    expert is on a rank once. The tokens of an expert are shared by its copies. First those with
-    copies find the ranks with most room, then the others those with fewest tokens.
+    Each rank has `more` experts than its equal share. They are replicas of the experts with most
+    tokens per replica, at most one per rank. Replicas share the tokens of an expert. Replicated
+    experts are placed first, on the ranks with most room; the others on ranks with fewest tokens.
     """
     counts = [1] * len(tokens)
     experts = range(len(tokens))
@@ -145,7 +145,7 @@ def placed(tokens: Sequence[int], num_ranks: int, more: int) -> ExpertsByRank:
 
 
 def check(experts: Experts, load_format: str, tp: int, ep: int) -> None:
-    """Raises ConfigError: the section, or `parallel.ep`, does not go with other keys."""
+    """Raise ConfigError if the section or `parallel.ep` contradicts other keys."""
     if ep not in (1, tp) and tp > 1:
         raise ConfigError(
             f"parallel.ep is {ep}; it must be 1 or parallel.tp, which is {tp}; with a parallel.tp "

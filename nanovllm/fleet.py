@@ -1,6 +1,6 @@
 """Groups of processes that are restarted one by one: the engines of a server, its API processes.
 
-While one member is away the others serve. Knows neither what a member does nor how it is spawned.
+While one member is down the others serve. Callers supply the function that spawns a member.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from nanovllm.watch import Child, StartingChildren, WatchedRanks, ending
 
 log = logging.getLogger("serve")
 WINDOW_S = 3600.0  # restarts are counted within this
-MOST_WAIT_S = 60.0  # between two restarts
-STEADY_S = 60.0  # a member that was ready for this long begins again with the shortest wait
-UNKILLABLE_S = 60.0  # a process that survives SIGKILL for this long is not waited for
+MOST_WAIT_S = 60.0  # longest delay before a restart
+STEADY_S = 60.0  # a member that was ready for this long restarts with the shortest delay
+UNKILLABLE_S = 60.0  # time after SIGKILL after which a process is given up
 
 
 class Member:
-    """One engine, or API process, through all its lives. It ends by itself or with one of its
-    ranks.
+    """One engine or API process, including its restarts. It is lost when one of its ranks is.
 
-    Before each restart it waits: 1, 2, 4 ... MOST_WAIT_S seconds. An exception while it is spawned
-    (no memory, no descriptors, no folder) counts as a failed restart.
+    Restarts are delayed by 1, 2, 4 ... MOST_WAIT_S seconds. An exception while spawning (no memory,
+    no file descriptors, no folder) counts as a failed restart.
     """
 
     def __init__(
@@ -36,30 +35,34 @@ class Member:
         on_lost: Callable[[], None],
         alone_s: float = math.inf,
     ) -> None:
-        """`start` spawns its ranks. `restarts`: the most within WINDOW_S. `on_lost` is called once
-        its ranks have been killed. `alone_s`: as of WatchedRanks."""
+        """`start` spawns the ranks. `restarts` is the maximum number within WINDOW_S.
+
+        `on_lost` is called after the ranks have been killed. `alone_s` is that of WatchedRanks.
+        """
         self.children = start()
         self.name = self.children[0][0].name
         self._on_lost = on_lost
         self._start = start
         self._restarts = restarts
-        self._restarted: list[float] = []  # when (monotonic)
+        self._restarted: list[float] = []  # monotonic times of restarts
         self._alone_s = alone_s
         self._ranks: WatchedRanks | None = WatchedRanks(self.children, alone_s)
-        self._starting: StartingChildren | None = None  # ranks of a later life, until all are ready
-        self._ready_at = -math.inf  # of this life (monotonic); the first is ready from the start
-        self._num_failures = 0  # in a row: the next wait is 2 ** this
-        self._due = 0.0  # of the next start (monotonic)
-        self._why = ""  # it is away
+        self._starting: StartingChildren | None = None  # restarted ranks until all are ready
+        self._ready_at = -math.inf  # monotonic time of the latest restart's readiness
+        self._num_failures = 0  # consecutive failures; the next delay is 2 ** this
+        self._due = 0.0  # monotonic time of the next start
+        self._why = ""  # reason of the loss, while the member is down
 
     def lost(self, restarts: bool) -> str:
-        """Return why it is away, and will not be started within its budget of restarts; "" while
-        it lives, is being started, or waits for its restart."""
+        """Return the reason if the member is down and will not be restarted, or "".
+
+        The result is "" while it lives, is being started, or waits for its restart.
+        """
         if not self._why and (why := self._trouble()):
-            for process, _ in self.children:  # all live or none, and streams end now
+            for process, _ in self.children:  # ranks live or die together; streams end now
                 process.kill()
             self._on_lost()
-            self._schedule(why, restarts)  # without restarts its end may have been asked for
+            self._schedule(why, restarts)  # without restarts its end may be intended
         if self._why and restarts and self._may_start():
             self._start_again()
         waits_in_vain = time.monotonic() > self._due + UNKILLABLE_S and not self._has_ended()
@@ -67,7 +70,7 @@ class Member:
         return "" if will_start else self._why
 
     def _trouble(self) -> str:
-        """Return why it cannot go on, or ""."""
+        """Return the reason why the member cannot continue, or ""."""
         if self._ranks is not None:
             return self._ranks.lost()
         assert self._starting is not None
@@ -82,7 +85,7 @@ class Member:
         return self._starting.trouble()
 
     def _schedule(self, why: str, restarts: bool) -> None:
-        """Note a loss, and when the member is started again."""
+        """Record a loss, and schedule the restart."""
         now = time.monotonic()
         was_steady = self._ranks is not None and now - self._ready_at > STEADY_S
         self._num_failures = 0 if was_steady else self._num_failures
@@ -96,7 +99,7 @@ class Member:
             log.error("%s; %s (parallel.restarts %d)", why, then, self._restarts)
 
     def _num_left(self) -> int:
-        """Return how many restarts are left by now."""
+        """Return the number of restarts left now."""
         since = time.monotonic() - WINDOW_S
         self._restarted = [when for when in self._restarted if when > since]
         return self._restarts - len(self._restarted)
@@ -105,15 +108,14 @@ class Member:
         return all(process.exitcode is not None for process, _ in self.children)
 
     def _may_start(self) -> bool:
-        """Return True if the wait is over and its device is free, as all its processes have
-        ended."""
+        """Return True if the delay is over and all processes have ended, so the device is free."""
         return time.monotonic() >= self._due and self._has_ended() and self._num_left() > 0
 
     def _start_again(self) -> None:
         self._restarted.append(time.monotonic())
         try:
             children = self._start()
-        except Exception as error:  # which must not reach the other members
+        except Exception as error:  # must not affect other members
             reason = str(error) or type(error).__name__
             self._ranks = None
             self._schedule(f"{self.name} cannot be started: {reason}", restarts=True)
@@ -123,8 +125,7 @@ class Member:
 
 
 class Fleet:
-    """All engines of a server, or all its API processes, watched once their first lives are
-    ready."""
+    """All engines of a server, or all its API processes, watched after they first became ready."""
 
     def __init__(
         self,
@@ -134,8 +135,10 @@ class Fleet:
         alone_s: float = math.inf,
         even_one: bool = False,
     ) -> None:
-        """A single member is not restarted and may be silent, unless `even_one`. `alone_s`: as of
-        WatchedRanks."""
+        """A single member is not restarted and may be silent, unless `even_one`.
+
+        `alone_s` is that of WatchedRanks.
+        """
         self._members: list[Member] = []
         self._starts = starts
         is_watched = even_one or len(starts) > 1
@@ -153,18 +156,18 @@ class Fleet:
 
     @property
     def children(self) -> list[Child]:
-        """All processes of the latest lives."""
+        """Return the latest processes of all members, with their pipes."""
         return [child for member in self._members for child in member.children]
 
     @property
     def processes(self) -> list[BaseProcess]:
-        """Those of `children`."""
+        """Return the processes of `children`."""
         return [process for process, _ in self.children]
 
     def lost(self, restarts: bool = True) -> str:
-        """Return why no member is left; "" while one lives or will be started.
+        """Return the reasons if no member is left; "" while one lives or will be restarted.
 
-        To be called every TICK_S. Without `restarts`, lost members stay away.
+        Must be called every TICK_S. Without `restarts`, lost members are not restarted.
         """
         reasons = [member.lost(restarts) for member in self._members]
         return ", ".join(reasons) if all(reasons) else ""

@@ -1,7 +1,7 @@
-"""Host names and origins: how they are written, and which of them mean this machine.
+"""Parsing of host names and origins, and tests for loopback.
 
-An origin is the scheme, host and port of a page (RFC 6454), or `null`. Only names made of letters,
-digits, `.`, `_` and `-` are understood, so that every one of them may stand in a command line.
+An origin is the scheme, host and port of a page (RFC 6454), or `null`. Only names of letters,
+digits, `.`, `_` and `-` are accepted, so that each is safe in a command line.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ HOST = r"\[[0-9a-f:.]+\]|[a-z0-9._-]+"
 AUTHORITY = re.compile(rf"({HOST})(?::([0-9]{{0,5}}))?", re.IGNORECASE)
 ORIGIN = re.compile(rf"([a-z][a-z0-9+.-]*)://(?:({HOST})(?::([0-9]{{1,5}}))?)?", re.IGNORECASE)
 OWN_PORTS = {"http": "80", "https": "443"}
-PLAIN = re.compile(r"[A-Za-z0-9._:/-]+")  # is a string in YAML's [a,b] without quotes
+PLAIN = re.compile(r"[A-Za-z0-9._:/-]+")  # strings that need no quotes in YAML's [a,b]
 
 
 def host_of(authority: str) -> str | None:
-    """Return the host of `localhost:8000` or `[::1]:8000` in lower case, None if it has none.
+    """Return the host of `localhost:8000` or `[::1]:8000` in lower case; None if it has none.
 
-    IPv6 addresses lose their brackets, names a dot at their end.
+    The brackets of an IPv6 address and the trailing dot of a name are removed.
     """
     found = AUTHORITY.fullmatch(authority)
     return None if found is None else _bare(found[1])
 
 
 def origin_of(text: str) -> str | None:
-    """Return an origin as browsers write it, without the port of its scheme; None if it is none."""
+    """Return an origin as browsers write it, without a default port; None for other text."""
     if text == OPAQUE:
         return text
     found = ORIGIN.fullmatch(text)
@@ -44,7 +44,7 @@ def origin_of(text: str) -> str | None:
 
 
 def address_of(host: str) -> IPv4Address | IPv6Address | None:
-    """Return the address that `host` is, None if it is a name."""
+    """Return the address in `host`; None if it is a name."""
     try:
         return ip_address(host)
     except ValueError:
@@ -52,7 +52,7 @@ def address_of(host: str) -> IPv4Address | IPv6Address | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True for `localhost` and for the addresses that only this machine reaches."""
+    """Return True for `localhost` and for addresses that only this machine can reach."""
     address = address_of(host)
     if address is None:
         return host.lower() == "localhost"
@@ -61,7 +61,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_loopback_origin(origin: str) -> bool:
-    """Return True for an origin, as `origin_of` returns it, of a page that this machine serves."""
+    """Return True for an origin, as `origin_of` returns it, of a page served by this machine."""
     found = ORIGIN.fullmatch(origin)
     return (
         found is not None
@@ -72,7 +72,7 @@ def is_loopback_origin(origin: str) -> bool:
 
 
 def check(allowed_origins: Iterable[str], allowed_hosts: Iterable[str]) -> None:
-    """Raise ConfigError for a value of the recipe's server section that no request could match."""
+    """Raise ConfigError for a value of the recipe's server section that no request can match."""
     for text in allowed_origins:
         if text != ANY and origin_of(without_slash(text)) is None:
             raise ConfigError(
@@ -88,12 +88,12 @@ def check(allowed_origins: Iterable[str], allowed_hosts: Iterable[str]) -> None:
 
 
 def without_slash(origin: str) -> str:
-    """Return an origin without the slash that an address bar adds to it."""
+    """Return an origin without the slash that a browser's address bar adds."""
     return origin[:-1] if origin.endswith("/") and not origin.endswith("//") else origin
 
 
 def setting(key: str, values: Sequence[str]) -> str:
-    """Return the flag that sets a list of strings, as a shell takes it."""
+    """Return the flag that sets a list of strings, quoted for a shell."""
     if all(PLAIN.fullmatch(value) and value != OPAQUE for value in values):
         return f"--set {key}=[{','.join(values)}]"
     return f"--set {key}='{json.dumps(values)}'"

@@ -1,7 +1,7 @@
-"""Models of the Hugging Face Hub: found in its cache, or downloaded to it.
+"""Models of the Hugging Face Hub, taken from its cache or downloaded to it.
 
-Every way in which that fails is one sentence with its remedy. The list of files and config.json
-come before any weights, so that a model that cannot be served is not downloaded first.
+Each kind of failure has one sentence with a remedy. The list of files and config.json are checked
+before any weights are downloaded.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("serve")
 WANTED = ("*.json", "*.safetensors", "*.jinja")
-CONNECT_S, ANSWER_S = 1.5, 10.0  # for the first question to the Hub
+CONNECT_S, ANSWER_S = 1.5, 10.0  # timeouts of the first request to the Hub
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-Check = Callable[[Path, str], object]  # of a config.json and the model's id; raises ConfigError
+Check = Callable[[Path, str], object]  # takes config.json and the model's id; raises ConfigError
 
 
 def cached(model: str) -> Path | None:
@@ -41,19 +41,19 @@ def cached(model: str) -> Path | None:
 
 
 def fetched(model: str, check: Check, known: Collection[str] = ()) -> Path:
-    """Return the folder of a Hub id's files, which are downloaded first where that is needed.
+    """Return the folder of a Hub id's files, after downloading missing ones.
 
-    Without a connection, what the cache has is served. `known`: ids of models, one of which may be
-    meant where there is none of this name. Raise ConfigError.
+    Without a connection, return the cached files. `known` are ids of models, of which the closest
+    is suggested if the Hub does not have this one. Raise ConfigError on failure.
     """
     from huggingface_hub import snapshot_download
 
     log.info("looking for %s on the Hub and in its cache", model)
-    for library in ("httpx", "httpx2"):  # which log every request
+    for library in ("httpx", "httpx2"):  # they log every request
         logging.getLogger(library).setLevel(logging.WARNING)
     try:
         info = model_info(model)
-    except Exception as error:  # the libraries' own errors share no class
+    except Exception as error:  # errors of these libraries have no common base class
         return offline(model, error, known)
     names = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     try:
@@ -70,7 +70,7 @@ def fetched(model: str, check: Check, known: Collection[str] = ()) -> Path:
 
 
 def model_info(model: str) -> ModelInfo:
-    """Ask the Hub for the model's list of files."""
+    """Return the Hub's entry of the model, with its list of files."""
     from urllib.request import getproxies
 
     from huggingface_hub import HfApi, constants
@@ -81,9 +81,9 @@ def model_info(model: str) -> ModelInfo:
 
 
 def reach(url: str) -> None:
-    """Raise ConnectionError unless a connection is made within CONNECT_S, name and all.
+    """Raise ConnectionError unless the host is resolved and connected within CONNECT_S.
 
-    The libraries' own limits are longer, and none of them covers the look-up of a name.
+    The timeouts of the libraries are longer, and do not include name resolution.
     """
     import asyncio
 
@@ -111,7 +111,7 @@ def reach(url: str) -> None:
 
 
 def offline(model: str, error: Exception, known: Collection[str]) -> Path:
-    """Return what the cache has of a model that the Hub did not tell of, if it is whole."""
+    """Return the cached folder of a model that the Hub failed to return, if it has weights."""
     found = cached(model)
     if found is None or not any(is_weights(path.name) for path in found.iterdir()):
         raise failed(model, error, known) from None
@@ -126,7 +126,7 @@ def one_file(model: str, name: str) -> Path:
 
 
 def check_space(model: str, names: dict[str, int]) -> None:
-    """Raise ConfigError if the disk of the cache has no room for what is still to come."""
+    """Raise ConfigError if the disk of the cache has no room for the missing files."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     wanted = [name for name in names if name.endswith(tuple(one[1:] for one in WANTED))]
@@ -151,7 +151,7 @@ def no_room(model: str, why: str) -> ConfigError:
 
 
 def failed(model: str, error: Exception, known: Collection[str]) -> ConfigError:
-    """Return what a user can do about an error of the Hub's libraries."""
+    """Return the ConfigError, with a remedy, for an error of the Hub's libraries."""
     from huggingface_hub import constants, errors
 
     url = f"{constants.ENDPOINT}/{model}"

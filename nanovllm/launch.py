@@ -1,11 +1,11 @@
-"""The process tree: spawn, readiness, death watch, signals. Not what the processes do.
+"""The process tree of a server: spawning, readiness, supervision, signals.
 
     supervisor (this process, no torch)
       +- engine: device, scheduler; parallel.dp of them
       +- rank 1..: device; only with parallel.tp, of each engine
       +- API 0..n-1: HTTP, tokenizer
 
-A child dies with its supervisor: each holds one end of a pipe and leaves when the other end closes.
+A child dies with its supervisor: each holds one end of a pipe and exits when the other end closes.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ from nanovllm.server.parsers import parser_of
 from nanovllm.watch import TICK_S, Child, StartingChildren, ending, endings
 
 log = logging.getLogger("serve")
-LAST_WORDS_S = 5.0  # for API processes without an engine to answer their clients, and to end alone
-MOST_SOCKET_PATH = 107  # bytes, of a Unix socket's address
+LAST_WORDS_S = 5.0  # time for API processes without an engine to answer their clients and exit
+MOST_SOCKET_PATH = 107  # maximum bytes of a Unix socket's path
 
 
 class EngineDied(RuntimeError):
-    """A process ended before it was ready; the message says which, and how."""
+    """A process ended before it was ready. The message has its name and exit status."""
 
 
 class Stopped(RuntimeError):
-    """A signal came while a process was starting."""
+    """A signal arrived while a process was starting."""
 
 
 @contextlib.contextmanager
 def engine_processes(config: Config) -> Iterator[tuple[list[str], Fleet]]:
-    """Run all engines.
+    """Run all engines. Yield the paths of their sockets, and the fleet.
 
-    Yields the paths of their sockets, and the fleet, which is to be waited for and watched. Raises
-    ConfigError before there is any process if the model cannot be cut over the ranks.
+    The caller waits for the fleet's readiness and watches it. Raise ConfigError before any process
+    is started if the model cannot be cut over the ranks.
     """
     check_ranks(config)
     try:
         folder = tempfile.mkdtemp(prefix="nanovllm-")
-    except OSError as error:  # says itself which folders were tried
+    except OSError as error:  # its message lists the folders that were tried
         raise ConfigError(f"no folder for the engine's socket (TMPDIR): {error}") from None
     asked = config.recipe.parallel
     paths = [os.path.join(folder, f"{at}.sock") for at in range(asked.dp)]
@@ -85,14 +85,16 @@ def engine_processes(config: Config) -> Iterator[tuple[list[str], Fleet]]:
             start(fleet)
             yield paths, fleet
         finally:
-            stop(fleet.processes, grace_s=0.0)  # the API processes have gone
+            stop(fleet.processes, grace_s=0.0)  # the API processes have ended
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def start_engine(config: Config, at: int, path: str) -> list[Child]:
-    """Start the ranks of engine number `at`, all or none, and return them. It may have lived
-    before, and a cleaner may have removed the folder of its socket since."""
+    """Start the ranks of engine number `at`, all or none, and return them.
+
+    On a restart the old socket may still exist, or a cleaner may have removed its folder.
+    """
     make_private(folder := os.path.dirname(path))
     Path(path).unlink(missing_ok=True)
     ranks: list[Child] = []
@@ -106,13 +108,16 @@ def start_engine(config: Config, at: int, path: str) -> list[Child]:
         raise
     finally:
         for place in places:
-            place.close()  # its end of a ring is the child's
+            place.close()  # the child has its own copy of the ring's end
     return ranks
 
 
 def api_processes(config: Config, paths: Sequence[str], sock: socket.socket) -> Fleet:
-    """Return the API processes, not started yet. A lost one is started again, and has nothing to
-    load: its clients wait meanwhile in the queue of the listening socket, or go to the others."""
+    """Return the API processes, not started yet.
+
+    A lost one is restarted, and has nothing to load. New connections meanwhile wait in the queue of
+    the listening socket, or are accepted by the others.
+    """
     server = config.recipe.server
     given = config, paths, sock
     starts = [partial(start_api, *given, itertools.count(), at) for at in range(server.workers)]
@@ -129,7 +134,7 @@ def start_api(
 
 
 def start(fleet: Fleet) -> None:
-    """Start its first lives. Raises EngineDied if the system has no process left."""
+    """Start the members of a fleet. Raise EngineDied if the system cannot start a process."""
     try:
         fleet.start()
     except OSError as error:
@@ -137,13 +142,13 @@ def start(fleet: Fleet) -> None:
 
 
 def serve(config: Config) -> int:
-    """Run a server until a signal or a death; returns the exit code.
+    """Run a server until a signal, or until it fails. Return the exit code.
 
-    The first SIGTERM or SIGINT ends the intake and lets requests finish: 0, or 1 if one of the
-    processes then hangs or dies. A second one, at any time, kills all processes and exits with
-    128 + its number. A lost API process is restarted, as is a lost engine of several. When none is
-    left, the log says how they ended, and the code is that of one, or 1 where that would be 0 or a
-    signal.
+    The first SIGTERM or SIGINT stops accepting requests and lets running ones finish. The exit code
+    is then 0, or 1 if a process hangs or dies meanwhile. A second one, at any time, kills all
+    processes and exits with 128 + its number. A lost API process is restarted, and so is a lost
+    engine if there are several. If none is left, the exit statuses are logged. The exit code is
+    then that of one process, or 1 if it would be 0 or a signal.
     """
     # Other commands need not import these.
     from nanovllm.server.detokenize import check_decoder
@@ -165,7 +170,7 @@ def serve(config: Config) -> int:
             announce(config, sock)
             grace_s = limit_s
             return watch(fleet, apis, stopped) or drained(fleet, apis.processes, limit_s)
-        except EngineDied as error:  # maybe because another one did, which then stands first
+        except EngineDied as error:  # if another process died before, it is listed first
             ended = endings([*fleet.processes, *apis.processes])
             raise EngineDied(ended or str(error)) from None
         except Stopped:
@@ -187,12 +192,12 @@ def url_of(host: str, port: int) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """One listening socket, shared by all API processes."""
+    """Return the listening socket, which all API processes share."""
     try:
         sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-    except (OSError, ValueError, TypeError) as error:  # a name may be none at all
+    except (OSError, ValueError, TypeError) as error:  # the latter two: not a valid name
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot listen on {url_of(host, port)[7:]}: {why}") from None
     sock.listen(2048)
@@ -201,14 +206,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """SIGTERM and SIGINT set the event instead of raising; the old handlers come back.
+    """Yield an event that SIGTERM and SIGINT set. Restore the old handlers afterwards.
 
-    The second one kills all children and exits, whatever was going on.
+    The second signal kills all children and exits immediately.
     """
     event = threading.Event()
 
     def handle(number: int, _: object) -> None:
-        if event.is_set():  # a second one
+        if event.is_set():  # the second signal
             for process in multiprocessing.active_children():
                 process.kill()
             sys.exit(128 + number)
@@ -223,8 +228,10 @@ def interruptible() -> Iterator[threading.Event]:
 
 
 def watch(fleet: Fleet, apis: Fleet, stopped: threading.Event) -> int:
-    """Wait for a signal, and return 0; or until no engine or no API process is left, and return a
-    code of theirs, never 0."""
+    """Wait for a signal, and return 0.
+
+    If no engine or no API process is left before, return an exit code other than 0.
+    """
     while not stopped.wait(TICK_S):
         if lost := fleet.lost() or apis.lost():
             processes = [*fleet.processes, *apis.processes]
@@ -234,9 +241,9 @@ def watch(fleet: Fleet, apis: Fleet, stopped: threading.Event) -> int:
 
 
 def drained(fleet: Fleet, workers: Sequence[BaseProcess], limit_s: float) -> int:
-    """Let requests finish and all processes end: 0, or EXIT_CRASH if one hung or died instead.
+    """Let requests finish and processes end. Return 0, or EXIT_CRASH if one hung or died.
 
-    Engines end after their last API process. Those that were lost before count for nothing.
+    Engines end after their last API process. Processes lost before the call are ignored.
     """
     asked = [one for one in (*fleet.processes, *workers) if one.exitcode is None]
     stop(workers, limit_s, fleet)
@@ -250,8 +257,10 @@ def drained(fleet: Fleet, workers: Sequence[BaseProcess], limit_s: float) -> int
 
 
 def tell(workers: Sequence[Child], engine: int) -> None:
-    """Report a lost engine to all API processes: its end of a socket may outlive it by the seconds
-    that its device takes to let go of it."""
+    """Report a lost engine to all API processes.
+
+    Its sockets may stay open for seconds after its end, until the device releases the process.
+    """
     for _, word in workers:
         with contextlib.suppress(OSError):
             word.send((engine, time.monotonic()))
@@ -260,10 +269,10 @@ def tell(workers: Sequence[Child], engine: int) -> None:
 def wait_ready(children: Sequence[Child], stopped: threading.Event | None = None) -> None:
     """Wait until all are ready.
 
-    Raises ConfigError with a child's message; EngineDied if one crashed, maybe after it was ready,
-    or stopped while loading (watch.STOPPED_S), or if all hang (watch.IDLE_S); or Stopped. A child's
-    message comes before the end of another, which may miss that one; a signal comes before both,
-    as it may have ended them all.
+    Raise ConfigError with a child's message, or Stopped after a signal. Raise EngineDied if one
+    crashed, even after it was ready, if one stopped while loading (watch.STOPPED_S), or if all hang
+    (watch.IDLE_S). A child's message takes precedence over the end of another, which it may have
+    caused. A signal takes precedence over both, for the same reason.
     """
     starting = StartingChildren(children)
     while starting.waiting:
@@ -275,13 +284,13 @@ def wait_ready(children: Sequence[Child], stopped: threading.Event | None = None
                 process.join()
                 raise EngineDied(ending(process))
             if said != "ready":
-                raise ConfigError(said)  # whatever keeps it from ending
+                raise ConfigError(said)  # even if the child cannot end
         if starting.waiting and (trouble := starting.trouble()):
             raise EngineDied(trouble)
 
 
 def stop(processes: Sequence[BaseProcess], grace_s: float, fleet: Fleet | None = None) -> None:
-    """Ends them, in `grace_s` seconds at most, and soon once no engine of the `fleet` is left."""
+    """End processes within `grace_s` seconds, or LAST_WORDS_S after the fleet's last engine."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + grace_s

@@ -1,8 +1,8 @@
 """Logging: one line per event on stdout, as text or as JSON, written by a thread of its own.
 
-Nobody waits for whoever reads stdout: lines wait in a bounded queue, lines beyond the bound and
-lines that a full disk refused are counted, and the next line that finds room is preceded by their
-number. A reader that has gone for good ends the output, and nothing else.
+A slow reader of stdout does not block the process: lines wait in a bounded queue. Lines beyond the
+bound, and lines lost on a full disk, are counted. The next line that is written is preceded by
+their number. A closed pipe ends the output only.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import time
 from datetime import UTC, datetime
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
-MOST_LINES = 4096  # that wait to be written
-FLUSH_S = 1.0  # how long an end waits for its last lines
-ALWAYS = ("serve",)  # what the user asked for is said at every level: the address, the end
+MOST_LINES = 4096  # maximum lines waiting to be written
+FLUSH_S = 1.0  # longest wait for the last lines at exit
+ALWAYS = ("serve",)  # loggers that log info at every level: the server's address, its end
 STDOUT = 1
 
 
 class LogFields(str):
-    """`a=1 b=two` as text, and the values for whoever writes JSON."""
+    """Fields of a log line: `a=1 b=two` as text, and the values for the JSON format."""
 
     values: dict[str, object]
 
 
 def fields(**values: object) -> LogFields:
-    """Floats show three decimals; None is left out."""
+    """Return the fields. Floats are shown with three decimals; a value of None is left out."""
     values = {k: v for k, v in values.items() if v is not None}
     shown = {k: f"{v:.3f}" if isinstance(v, float) else v for k, v in values.items()}
     text = LogFields(" ".join(f"{k}={v}" for k, v in shown.items()))
@@ -70,7 +70,7 @@ FORMATS: dict[str, type[logging.Formatter]] = {"text": TextLine, "json": JsonLin
 
 
 class QueuedLines(logging.Handler):
-    """Writes to a file descriptor without ever waiting for it."""
+    """Log handler that writes to a file descriptor without blocking the caller."""
 
     def __init__(self, fd: int = STDOUT, most_lines: int = MOST_LINES) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class QueuedLines(logging.Handler):
         self._most_lines = most_lines
         self._lines: queue.SimpleQueue[bytes | threading.Event | None] = queue.SimpleQueue()
         self._counting = threading.Lock()
-        self._dropped = 0  # since the last line that was taken
+        self._dropped = 0  # lines dropped since the latest queued line
         self._is_read = True
         threading.Thread(target=self._write_all, name="log", daemon=True).start()
 
@@ -96,7 +96,7 @@ class QueuedLines(logging.Handler):
     def _put(self, record: logging.LogRecord) -> None:
         try:
             self._lines.put(f"{self.format(record)}\n".encode(errors="backslashreplace"))
-        except Exception:  # arguments that do not fit their message: the line is at fault alone
+        except Exception:  # for example arguments that do not fit their message
             self.handleError(record)
 
     def _write_all(self) -> None:
@@ -109,7 +109,7 @@ class QueuedLines(logging.Handler):
                     self._write(line)
             except BrokenPipeError:
                 self._is_read = False
-            except OSError:  # a full disk, which may have room again
+            except OSError:  # a full disk, which may have room again later
                 with self._counting:
                     self._dropped += 1
 
@@ -117,11 +117,11 @@ class QueuedLines(logging.Handler):
         while line:
             try:
                 line = line[os.write(self._fd, line) :]
-            except BlockingIOError:  # somebody else's idea of this pipe
+            except BlockingIOError:  # another process has made this pipe non-blocking
                 select.select([], [self._fd], [])
 
     def flush(self) -> None:
-        """Wait a second at most, for a reader that reads."""
+        """Wait up to FLUSH_S until all queued lines are written."""
         written = threading.Event()
         self._lines.put(written)
         written.wait(FLUSH_S)
@@ -132,12 +132,12 @@ class QueuedLines(logging.Handler):
 
 
 class Progress:
-    """A line when a long work begins, every two seconds with its share, and when it is done."""
+    """Progress lines of a long task: at its start, every two seconds, and at its end."""
 
     EVERY_S = 2.0
 
     def __init__(self, log: logging.Logger, what: str, total: float, unit: str) -> None:
-        """`unit`: "GB" of a total in bytes, else the name of what is counted."""
+        """`unit` is "GB" for a total in bytes, otherwise the name of the counted objects."""
         self._log = log
         self._what = what
         self._total = total
@@ -165,9 +165,9 @@ class Progress:
 
 
 def setup(log_format: str = "text") -> None:
-    """Send everything at NANOVLLM_LOG (default info) and above to stdout. Call once a process.
+    """Log the level of NANOVLLM_LOG (default info) and above to stdout. Call once per process.
 
-    Raises ValueError when there is no such level.
+    Raise ValueError if there is no such level.
     """
     level = os.environ.get("NANOVLLM_LOG", "info")
     if level.lower() not in LEVELS:

@@ -1,7 +1,7 @@
 """Messages of /debug/steps: places, counts and times of an engine's latest steps.
 
 They never contain text, token ids or other content from clients, since an observer may see traffic
-but not what it is about. Times are in seconds of the engine's clock (time.monotonic). A request is
+but no content. Times are in seconds of the engine's clock (time.monotonic). A request is
 identified by its id in wire.Generate.
 """
 
@@ -28,7 +28,7 @@ class Admitted(Struct, frozen=True):
 
 
 class Step(Struct, array_like=True):
-    """One step: the fields before `ended_s` are known at planning, the others at completion."""
+    """One step. The fields before `ended_s` are set at planning, the others at completion."""
 
     step: int
     begun_s: float

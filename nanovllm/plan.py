@@ -82,12 +82,12 @@ class StepPlan(Struct, frozen=True, array_like=True):
 
     @property
     def num_decoded(self) -> int:
-        """Tokens of the decode rows, with drafts."""
+        """Return the number of tokens of the decode rows, with drafts."""
         return self.num_decodes + sum(memoryview(self.drafts).cast("i"))
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of the chunks."""
+        """Return the number of tokens of the chunks."""
         return sum(chunk.num_tokens for chunk in self.chunks)
 
 
@@ -106,8 +106,8 @@ class RowLogprobs:
 class StepResult:
     """Sampled tokens: one row per sampling row of the plan, decodes first, -1 after a rejection.
 
-    CORRUPTED as a row's first token means that it has none, and that none of the keys and values
-    that the request wrote can be used.
+    CORRUPTED as a row's first token means that it has no tokens. The keys and values that the
+    request wrote must then not be used.
     """
 
     step: int
@@ -120,8 +120,7 @@ class StepResult:
 
 
 def mode_key(mode: str, plan: StepPlan) -> str:
-    """Return the key under which a step is counted: CUDA-graph mode and kind of rows, for example
-    "FULL/decode"."""
+    """Return the key that counts a step: CUDA-graph mode and kind of rows, as in "FULL/decode"."""
     if plan.masked:
         return f"{mode}/structured"
     if not plan.chunks:

@@ -1,7 +1,7 @@
 """A first check of a recipe's ranks against config.json and the visible GPUs, without torch.
 
-It runs before any process exists. Where it finds a fault, the full check (parallel/cut.py), which
-imports torch, decides and words the error. It may miss a fault of one family, which rank 0 finds.
+It runs before any process is started. If it finds a fault, the full check (parallel/cut.py), which
+imports torch, decides and raises the error. It may miss faults of one family, which rank 0 finds.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ DEVICES = Path("/dev")
 
 
 def check_ranks(config: Config) -> None:
-    """Raise ConfigError if the model cannot be cut over the recipe's ranks, or the recipe needs
-    more GPUs than are visible."""
+    """Raise ConfigError if the model cannot be cut over the ranks, or GPUs are missing."""
     recipe = config.recipe
     if recipe.engine != "model":
         return
@@ -40,7 +39,7 @@ def check_ranks(config: Config) -> None:
 
 
 def divides(fields: dict[str, Any], tp: int, ep: int) -> bool:
-    """Return False if a count of config.json is no multiple of the ranks that share it."""
+    """Return False if a count of config.json is not a multiple of the ranks that share it."""
     experts = next((name for name in EXPERTS if fields.get(name)), None)
     shared = {"num_attention_heads": tp, "linear_num_key_heads": tp}
     if ep > 1:
@@ -59,7 +58,7 @@ def divides(fields: dict[str, Any], tp: int, ep: int) -> bool:
 
 
 def read_fields(path: str) -> dict[str, Any]:
-    """Return the fields of config.json; none of a file that the full check must explain."""
+    """Return the fields of config.json; {} if it is unreadable, which later checks report."""
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=dict[str, Any])
     except (OSError, *NOT_JSON):
@@ -67,7 +66,7 @@ def read_fields(path: str) -> dict[str, Any]:
 
 
 def visible_gpus() -> int:
-    """Return at most how many GPUs processes will find; 0 if that is unknown."""
+    """Return an upper bound of the GPUs that processes will find; 0 if it is unknown."""
     num = sum(path.name.removeprefix("nvidia").isdigit() for path in DEVICES.glob("nvidia*"))
     named = given_gpus()
     if named is None:

@@ -1,6 +1,6 @@
-"""Shipped recipes by name and by the model that they serve, and what a name on the command line is.
+"""Built-in recipes by name and by model, and the lookup of a name given on the command line.
 
-Knows no keys of a recipe but its model. A name is found or it is not: nothing raises.
+The module reads only the key `model` of a recipe. No function raises an error for an unknown name.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ SUFFIXES = (".yaml", ".yml")
 
 
 def shipped() -> dict[str, Path]:
-    """All shipped recipes by name. A package has them inside, a checkout beside it."""
-    inside = PACKAGE / "shipped"  # pyproject.toml puts recipes/ there
+    """Return all built-in recipes by name, from the package or from the checkout."""
+    inside = PACKAGE / "shipped"  # where pyproject.toml puts recipes/ in a wheel
     folder = inside if inside.is_dir() else PACKAGE.parent / "recipes"
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def is_hub_id(model: str) -> bool:
-    """Return True for owner/name, unless a folder here has that path."""
+    """Return True for owner/name, unless it is the path of a folder."""
     return HUB_ID.fullmatch(model) is not None and not os.path.isdir(model)
 
 
 def find(named: str) -> tuple[Path | None, str | None]:
-    """A recipe file to read, or a model to serve as it is, or neither.
+    """Return (recipe file, None), (None, model), or (None, None) if the name is unknown.
 
-    In this order: a file, a folder with a config.json, the name of a shipped recipe, a hub id that
-    one of them serves, another hub id. So what lies in the current folder wins over what is shipped
-    under the same name.
+    The order is: a file, a folder with a config.json, a built-in recipe, the Hub id of a built-in
+    recipe's model, another Hub id. Files and folders thus take precedence over built-in
+    recipes of the same name.
     """
     if os.path.isfile(named) or named.endswith(SUFFIXES):
         return Path(named), None
@@ -43,13 +43,13 @@ def find(named: str) -> tuple[Path | None, str | None]:
     if not is_hub_id(named):
         return None, None
     by_model = {model.lower(): path for model, path in models().items()}
-    if (path := by_model.get(named.lower())) is not None:  # the Hub's ids differ in more than case
+    if (path := by_model.get(named.lower())) is not None:  # Hub ids never differ in case only
         return path, None
     return None, named
 
 
 def models() -> dict[str, Path]:
-    """Return the Hub ids that shipped recipes serve, and these recipes."""
+    """Return built-in recipes by the Hub id of their model."""
     lines = {
         path: MODEL_LINE.search(path.read_text(encoding="utf-8")) for path in shipped().values()
     }

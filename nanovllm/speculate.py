@@ -16,13 +16,13 @@ MOST_MATCH = 1024
 class Speculate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Speculative decoding: draft tokens are proposed, and verified together in one step."""
 
-    # ngram: propose the tokens after the previous occurrence of the request's latest tokens; the
+    # ngram: propose the tokens after the previous occurrence of the request's latest tokens. The
     # text does not change. synthetic: arbitrary drafts, accepted at the rates in `accept`, to
-    # measure speed; the output is not a text.
+    # measure speed. The output is not meaningful text.
     method: Literal["ngram", "synthetic"]
     tokens: int = 3  # maximum drafts of a request in a step
     min_match: int = 2  # ngram: least number of tokens that must match
-    max_match: int = 8  # ngram: number of tokens that is tried first
+    max_match: int = 8  # ngram: number of tokens to match that is tried first
     accept: list[float] = []  # synthetic: acceptance rate of each position, over all steps
 
 

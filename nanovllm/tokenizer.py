@@ -1,8 +1,7 @@
-"""A checkpoint's tokenizer as transformers reads it: tokenizer.json, and the tokens that
-tokenizer_config.json adds to it.
+"""Reading of a checkpoint's tokenizer: tokenizer.json, and tokens added by tokenizer_config.json.
 
-transformers is the reference: a token that `added_tokens_decoder` lists, or that the settings name
-(eos_token, pad_token, ...), becomes an added token even if tokenizer.json lacks it. The ids in
+transformers is the reference. Tokens in `added_tokens_decoder` or in settings (eos_token,
+pad_token, ...) become added tokens even if tokenizer.json lacks them. The ids in
 `added_tokens_decoder` only order the tokens: a new token gets the next free id.
 """
 
@@ -24,13 +23,13 @@ EXTRA = ("extra_special_tokens", "additional_special_tokens")
 
 
 class TokenEntry(Struct, frozen=True):
-    """A token of `added_tokens_decoder`, or one that a setting writes as an object."""
+    """A token of `added_tokens_decoder`, or a setting that is an object."""
 
     content: str
     lstrip: bool = False
     rstrip: bool = False
     single_word: bool = False
-    normalized: bool | None = None  # None: unless the token is special
+    normalized: bool | None = None  # None: True unless the token is special
     special: bool = False
 
     def token(self, *, is_named: bool) -> AddedToken:
@@ -46,14 +45,14 @@ class TokenEntry(Struct, frozen=True):
 
 
 def read_tokenizer(folder: Path, settings: dict[str, Any] | None = None) -> Tokenizer:
-    """Return the tokenizer of a folder. `settings`: its tokenizer_config.json, if read already.
+    """Return the tokenizer of a folder. `settings` is its tokenizer_config.json, if already read.
 
-    Raise ConfigError that names the file at fault.
+    Raise ConfigError with the path of an invalid file.
     """
     path = folder / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises Exception itself
+    except Exception as error:  # the library raises Exception, not a subclass
         raise ConfigError(f"{path}: {error}") from None
     if settings is None:
         settings = read_object(folder / SETTINGS)
@@ -64,7 +63,7 @@ def read_tokenizer(folder: Path, settings: dict[str, Any] | None = None) -> Toke
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; that of an absent file is empty. Raise ConfigError."""
+    """Return the JSON object in a file; {} if it does not exist. Raise ConfigError if invalid."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -79,7 +78,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def added_tokens(folder: Path, settings: dict[str, Any]) -> list[AddedToken]:
-    """Return the tokens to add, in the order in which they get ids."""
+    """Return the tokens to add, in the order of their ids."""
     listed = settings.get("added_tokens_decoder")
     try:
         if listed is not None:
@@ -90,7 +89,7 @@ def added_tokens(folder: Path, settings: dict[str, Any]) -> list[AddedToken]:
                     msgspec.convert(listed, dict[int, TokenEntry], strict=False).items()
                 )
             ]
-        else:  # older folders: transformers reads these files only then
+        else:  # older folders; transformers reads these files only in this case
             named = settings | read_object(folder / "special_tokens_map.json")
             entries = older_entries(folder, named)
         special = [
@@ -105,7 +104,7 @@ def added_tokens(folder: Path, settings: dict[str, Any]) -> list[AddedToken]:
 
 
 def older_entries(folder: Path, named: dict[str, Any]) -> list[TokenEntry]:
-    """Return the tokens of added_tokens.json, which has no more than their ids."""
+    """Return the tokens of added_tokens.json, which has only their ids."""
     ids = msgspec.convert(read_object(folder / "added_tokens.json"), dict[str, int])
     special = {one.content for one in map(special_token, special_values(named)) if one is not None}
     ordered = sorted(ids, key=lambda text: ids[text])
@@ -113,7 +112,7 @@ def older_entries(folder: Path, named: dict[str, Any]) -> list[TokenEntry]:
 
 
 def special_values(settings: dict[str, Any]) -> list[Any]:
-    """Return the settings that name special tokens, as they are written."""
+    """Return the unparsed settings of special tokens."""
     values = [settings.get(name) for name in NAMED]
     extra: Any = next((settings[name] for name in EXTRA if settings.get(name)), [])
     values += extra.values() if isinstance(extra, dict) else extra
@@ -121,7 +120,7 @@ def special_values(settings: dict[str, Any]) -> list[Any]:
 
 
 def special_token(value: object) -> TokenEntry | None:
-    """Return a special token that is written as its text, or as an object that holds it."""
+    """Return a special token given as its text or as an object; None for other values."""
     if isinstance(value, dict):
         value = msgspec.convert(value, TokenEntry)
         return msgspec.structs.replace(value, special=True)
@@ -129,9 +128,9 @@ def special_token(value: object) -> TokenEntry | None:
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the special tokens' ids by text: the tokens that `skip_special_tokens` leaves out.
+    """Return the ids of special tokens by text: those that `skip_special_tokens` leaves out.
 
-    The library is asked for each, because its flag of a token may differ from what it does.
+    Each token is decoded, because a token's flag may differ from the library's behaviour.
     """
     found = {token.content: at for at, token in tokenizer.get_added_tokens_decoder().items()}
     return {

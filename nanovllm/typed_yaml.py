@@ -1,6 +1,6 @@
-"""YAML as a frozen Struct of sections and keys, or one line that says what is wrong with it.
+"""Conversion of YAML to a frozen Struct of sections and keys, with one-line errors.
 
-Knows what a section is, and no key.
+The module is independent of any key.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import yaml
 from msgspec import Struct, structs
 
 T = TypeVar("T", bound=Struct)
-# What reading JSON raises for bytes that are none, or not what is asked for.
+# Exceptions of msgspec for bytes that are not JSON, or not of the given type.
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class ConfigError(ValueError):
-    """The user's recipe, flags or checkpoint are wrong; the message is all they need to see.
+    """Error in the user's recipe, flags or checkpoint. The message is sufficient for the user.
 
-    It is one line, whatever was quoted in it.
+    It is one line, even if quoted values have several.
     """
 
     def __init__(self, message: str) -> None:
@@ -31,7 +31,7 @@ class ConfigError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # the package has no types
-    """YAML in which no key stands twice."""
+    """YAML loader that refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -43,7 +43,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # the package has no type
 
 
 def parse(text: str, what: str) -> Any:  # noqa: ANN401
-    """The value that a text in YAML has. Raises ConfigError that begins with `what` the text is."""
+    """Return the value of YAML. Raise ConfigError starting with `what`, a name of the text."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
@@ -51,12 +51,12 @@ def parse(text: str, what: str) -> Any:  # noqa: ANN401
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise ConfigError(f"{what} is not YAML: {line}{error.problem}") from None
-    except (yaml.YAMLError, ValueError) as error:  # characters and dates that there are not
+    except (yaml.YAMLError, ValueError) as error:  # invalid characters and dates
         raise ConfigError(f"{what} is not YAML: {error}") from None
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A recipe's sections. Raises ConfigError."""
+    """Return a recipe's sections. Raise ConfigError if the file is unreadable or not a recipe."""
     try:
         text = path.read_text("utf-8")
     except UnicodeDecodeError:
@@ -70,7 +70,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def put(raw: dict[str, Any], path: str, value: object) -> None:
-    """Set `section.key`, whether it was there or not."""
+    """Set `section.key`, and create the section if needed."""
     *sections, key = path.split(".")
     for section in sections:
         if raw.get(section) is None:
@@ -84,7 +84,7 @@ def put(raw: dict[str, Any], path: str, value: object) -> None:
 def _check_names(
     raw: Mapping[Any, Any], schema: type[Struct], path: str, whole: type[Struct]
 ) -> None:
-    """Refuse unknown keys with their path, and a near valid name or all of the section."""
+    """Raise ConfigError for an unknown key, with its path and valid names."""
     fields = {field.name: field.type for field in structs.fields(schema)}
     for key, value in raw.items():
         if key not in fields:
@@ -97,7 +97,7 @@ def _check_names(
 
 
 def _section(kind: Any) -> type[Struct] | None:  # noqa: ANN401
-    """What a key holds whose type is `kind`, if that is a section, or a section or null."""
+    """Return the Struct in a key's type if the key is a section, or a section or null."""
     for part in (kind, *get_args(kind)):
         if isinstance(part, type) and issubclass(part, Struct):
             return part
@@ -114,7 +114,7 @@ def _meant(key: str, path: str, fields: Iterable[str], whole: type[Struct]) -> s
 
 
 def converted(raw: Mapping[str, Any], schema: type[T]) -> T:
-    """The sections as a Struct. Raises ConfigError naming a key that is unknown or of no use."""
+    """Return sections as a Struct. Raise ConfigError for an unknown key or an invalid value."""
     _check_names(raw, schema, "", schema)
     try:
         return msgspec.convert(raw, schema)
@@ -128,11 +128,11 @@ NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 
 def _wrong_value(raw: Mapping[str, Any], whole: type[Struct], message: str) -> ConfigError:
-    """A value of the wrong type, as msgspec reports it, in the words of a recipe."""
+    """Return the error for a value of the wrong type, translated from msgspec's message."""
     found = re.search(r"(field `\w+`)? - at `\$\.([\w.]+)(\[\d+\])?`$", message)
     if found is None:
         return ConfigError(f"recipe: {message}")
-    path = found[2] + (f".{found[1][7:-1]}" if found[1] else "")  # of a required key
+    path = found[2] + (f".{found[1][7:-1]}" if found[1] else "")  # the field of a required key
     value: Any = raw
     schema: Any = whole
     for name in path.split("."):

@@ -1,7 +1,7 @@
 """Supervision of child processes: exit status, heartbeats and signs of work.
 
-The ranks of one engine live and die together. A lost rank leaves the others in a collective that
-never ends, on a device that no signal reaches, so the supervisor never waits for them.
+The ranks of one engine live and die together. If one is lost, the others stay in a collective that
+never ends. No signal reaches their devices, so the supervisor never waits for them.
 
 A ready rank of several may be without heartbeats and CPU time for LOST_S, a process that is still
 loading for STOPPED_S. All loading processes together may send heartbeats without work for IDLE_S.
@@ -22,7 +22,7 @@ from typing import NamedTuple
 Child = tuple[BaseProcess, Pipe]  # the pipe carries "ready" or an error, and heartbeats
 TICK_S = 0.2
 BEAT_EVERY_S = 0.5
-BEAT, STUCK = "alive", "stuck: "  # messages of a child that are no outcome of its start
+BEAT, STUCK = "alive", "stuck: "  # messages of a child other than the outcome of its start
 LOST_S = 3.0
 STOPPED_S = 30.0
 IDLE_S = 300.0
@@ -30,25 +30,26 @@ LEAST_WORK = 0.01  # share of a CPU below which a loading process counts as idle
 
 
 class Work(NamedTuple):
-    """Counters of a process that only grow; all 0 where the system has no /proc."""
+    """Monotonic counters of a process; all 0 on systems without /proc."""
 
     cpu_ticks: int = 0  # hundredths of seconds
-    page_faults: int = 0  # that read from a disk
+    page_faults: int = 0  # faults that read from a disk
     bytes_read: int = 0
 
 
 class LifeSigns:
-    """One process, looked at once per turn.
+    """Signs of life of one process, which is examined once per turn.
 
-    Turns are counted instead of seconds, and pending heartbeats are read first: after a pause of
-    the supervisor, or of the machine, no process is taken for lost. A process that computes or
-    reads pages from a disk is alive without heartbeats: a compiler may hold the GIL for seconds.
+    Turns are counted instead of seconds, and pending heartbeats are read first. After a pause of
+    the supervisor or of the machine, no process therefore counts as lost. A process that computes
+    or reads pages from a disk is alive without heartbeats, since a compiler may hold the GIL for
+    seconds.
     """
 
     def __init__(self, process: BaseProcess) -> None:
         self.process = process
         self._seen = Work()
-        self._last_work = Work()  # when the process had last done as much as LEAST_WORK
+        self._last_work = Work()  # counters when the process last exceeded LEAST_WORK
         self._silent_turns = self._idle_turns = 0
 
     def turn(self, has_beaten: bool) -> None:
@@ -63,12 +64,12 @@ class LifeSigns:
 
     @property
     def silent_s(self) -> float:
-        """Seconds of turns without any sign of life."""
+        """Return the seconds of turns without any sign of life."""
         return self._silent_turns * TICK_S
 
     @property
     def idle_s(self) -> float:
-        """Seconds of turns without work worth mentioning."""
+        """Return the seconds of turns with less work than LEAST_WORK."""
         return self._idle_turns * TICK_S
 
 
@@ -76,15 +77,17 @@ class WatchedRanks:
     """The ranks of one engine after all of them have become ready."""
 
     def __init__(self, children: Sequence[Child], alone_s: float = math.inf) -> None:
-        """`alone_s`: seconds for which a rank without others may be silent. By default it may be
-        silent forever: its streams go on when it does."""
+        """`alone_s` is the time in seconds that a single rank may be silent.
+
+        By default it may be silent forever, since its streams continue when it does.
+        """
         self.processes = [process for process, _ in children]
         self._words = [word for _, word in children]
         self._signs = [LifeSigns(process) for process in self.processes]
         self._most_s = LOST_S if len(children) > 1 else alone_s
 
     def lost(self) -> str:
-        """Return why the engine cannot go on, or "". To be called every TICK_S."""
+        """Return the reason why the engine cannot continue, or "". Must be called every TICK_S."""
         stuck = []
         for signs, word in zip(self._signs, self._words, strict=True):
             said = messages(word)
@@ -98,7 +101,7 @@ class WatchedRanks:
         ]
         codes = {process.exitcode for process in self.processes}
         if codes == {0, None} and max(one.silent_s for one in self._signs) <= self._most_s:
-            return ""  # those that follow rank 0 end a moment after it
+            return ""  # the other ranks end shortly after rank 0
         return ", ".join(silent) or endings(self.processes) or ", ".join(stuck)
 
 
@@ -113,8 +116,10 @@ class StartingChildren:
         self._turn_at = -math.inf  # monotonic
 
     def outcomes(self) -> list[tuple[BaseProcess, str | None]]:
-        """Return new messages other than heartbeats: "ready" or an error, None of a process that
-        ended without one. Each process has one outcome."""
+        """Return the new outcomes. Each process has one: "ready", an error, or None.
+
+        None is the outcome of a process that ended without a message.
+        """
         found: list[tuple[BaseProcess, str | None]] = []
         for process, word in list(self.waiting):
             while word.poll():
@@ -127,10 +132,10 @@ class StartingChildren:
         return found
 
     def trouble(self) -> str:
-        """Return why the waiting processes will never be ready, or "".
+        """Return the reason why the waiting processes will never be ready, or "".
 
-        A process may have ended after it was ready, may be stopped for STOPPED_S, or all may be
-        idle for IDLE_S.
+        A process may have ended after it was ready. One may be stopped for STOPPED_S, or all
+        waiting ones may be idle for IDLE_S.
         """
         waiting = [process for process, _ in self.waiting]
         ready = [process for process, _ in self.children if process not in waiting]
@@ -155,14 +160,14 @@ class StartingChildren:
 def messages(word: Pipe) -> list[str]:
     """Return all pending messages of a child."""
     found: list[str] = []
-    with contextlib.suppress(EOFError, OSError):  # it has ended
+    with contextlib.suppress(EOFError, OSError):  # the child has ended
         while word.poll():
             found.append(str(word.recv()))
     return found
 
 
 def work_of(pid: int | None) -> Work:
-    """Return what a process has done so far."""
+    """Return the counters of a process."""
     ticks = faults = read = 0
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -172,14 +177,14 @@ def work_of(pid: int | None) -> Work:
 
 
 def cpu_ticks(pid: int | None) -> int:
-    """Return the hundredths of seconds that a process has computed; 0 if unknown."""
+    """Return the CPU time of a process in hundredths of seconds; 0 if unknown."""
     return work_of(pid).cpu_ticks
 
 
 def endings(processes: Iterable[BaseProcess]) -> str:
     """Return `nanovllm-engine ended by SIGKILL (9); out of memory?` for each that failed.
 
-    Processes ended by a signal come first: others end because they miss them.
+    Processes ended by a signal come first, because others end as a consequence.
     """
     ended = [process for process in processes if process.exitcode is not None]
     wrong = [process for process in ended if process.exitcode] or ended
