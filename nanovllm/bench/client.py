@@ -1,10 +1,8 @@
-"""One client process: sends chat requests over HTTP/1.1 and stamps every chunk of their streams.
+"""Client process of a benchmark: send chat requests over HTTP/1.1 and stamp each chunk of streams.
 
-Knows neither how prompts are made nor what the stamps will mean.
-
-Decision: a protocol of our own over httptools instead of an HTTP library, because the client must
-never be the limit. Measured at 64 streams: 5 us of CPU a chunk (7 when each read brings but one),
-19 us with httpx and aiter_lines. One process read 180,000 a second.
+Decision: the client is an asyncio protocol on top of httptools instead of an HTTP library, because
+it must never be the bottleneck. It took 5 us of CPU per chunk at 64 streams, 7 us if each read
+has only one chunk. httpx with aiter_lines took 19 us. One process read 180,000 chunks per second.
 """
 
 from __future__ import annotations
@@ -26,33 +24,33 @@ from msgspec import Struct
 from nanovllm.bench.measure import Sample
 
 REQUEST_TIMEOUT_S = 600.0
-READY_S = 60.0  # to start a client process
+READY_S = 60.0  # timeout to start client processes
 
 
 class Share(Struct, frozen=True):
-    """What one client process does of a run."""
+    """One client process's share of a run."""
 
     url: str
     api_key: str | None
     bodies: list[bytes]
-    due_s: list[float]  # when to send each body; empty: each lane sends its next when it is free
-    num_lanes: int  # closed loop: requests this process keeps in flight
+    due_s: list[float]  # send times of bodies; empty: each lane sends the next when it is free
+    num_lanes: int  # closed loop: requests that this process keeps in flight
 
 
 class Done(Struct):
     samples: list[Sample]
-    busy: float  # share of the run in which this process, or the busiest, was on a CPU
+    busy: float  # CPU time / wall time of this process, or of the busiest one
 
 
 class RunState:
-    """What all client processes of a run have in common."""
+    """State shared by all client processes of a run."""
 
     def __init__(self, context: SpawnContext, num_clients: int) -> None:
-        self.all_ready = context.Barrier(num_clients + 1)  # the parent too
+        self.all_ready = context.Barrier(num_clients + 1)  # including the parent
         self.counts = context.Array("q", 3)  # bodies taken, requests finished, their tokens
 
     def take(self) -> int:
-        """0, 1, 2, ..., each to one caller only."""
+        """Return 0, 1, 2, ..., each to one caller only."""
         with self.counts.get_lock():
             self.counts[0] += 1
             return int(self.counts[0]) - 1
@@ -76,7 +74,7 @@ class _Choice(Struct):
 class _Chunk(Struct):
     choices: list[_Choice] = []
     usage: dict[str, Any] | None = None
-    error: Any = None  # an object, a text
+    error: Any = None  # an object or a text
 
 
 _decode = msgspec.json.Decoder(_Chunk).decode
@@ -93,10 +91,10 @@ class Channel(asyncio.Protocol):
         self._over: asyncio.Future[None] | None = None
         self._rest = b""  # bytes of an unfinished event, or the body of an error
         self._now = 0.0
-        self._is_complete = False  # the stream said so itself
+        self._is_complete = False  # True after the stream's [DONE]
 
     async def ask(self, request: bytes) -> Sample:
-        """Errors end up in the sample."""
+        """Send a request and return its sample, which also has errors."""
         self._parser = httptools.HttpResponseParser(self)
         self._rest, self._is_complete = b"", False
         self._over = asyncio.get_running_loop().create_future()
@@ -111,7 +109,7 @@ class Channel(asyncio.Protocol):
         return sample
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one without saying so
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         self.is_open = True
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -132,7 +130,7 @@ class Channel(asyncio.Protocol):
             return
         *events, self._rest = (self._rest + body).split(b"\n\n")
         for event in events:
-            if event.startswith(b"data: "):  # else a keep-alive comment
+            if event.startswith(b"data: "):  # otherwise a keep-alive comment
                 self._event(event[6:])
 
     def on_message_complete(self) -> None:
@@ -147,7 +145,7 @@ class Channel(asyncio.Protocol):
     def _event(self, data: bytes) -> None:
         if data == b"[DONE]":
             self._is_complete = True
-            if not self._sample.stamps:  # tokens without text: the end is all there is to stamp
+            if not self._sample.stamps:  # tokens without text: stamp the end instead
                 self._sample.stamps.append(self._now)
             return
         chunk, sample = _decode(data), self._sample
@@ -172,7 +170,7 @@ class Channel(asyncio.Protocol):
 
 
 class _Driver:
-    """Runs one share of requests; finished ones gather in `samples`."""
+    """Runner of one share of requests. Samples of finished ones are in `samples`."""
 
     def __init__(self, share: Share, shared: RunState) -> None:
         self.samples: list[Sample] = []
@@ -230,8 +228,8 @@ class _Driver:
 
 
 def main(share: Share, shared: RunState, pipe: Connection) -> None:
-    """A client process: waits until all are there, and sends what it is `Done` with."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    gc.disable()  # nothing here is cyclic, and a pause would look like the server's
+    """Run a client process: wait until all are ready, run the share, and send the `Done`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+    gc.disable()  # there are no cycles, and a pause would count as the server's
     shared.all_ready.wait(READY_S)
     pipe.send_bytes(msgspec.msgpack.encode(uvloop.run(_Driver(share, shared).run())))

@@ -1,7 +1,7 @@
-"""GPUs by name: memory, and the speeds at which they read it and multiply.
+"""GPUs by name: memory size, memory bandwidth and FLOP/s.
 
-Memory is what CUDA calls total, which is less than what the data sheet calls GB. Speeds are those
-of NVIDIA's data sheets times REACHED, the same for all GPUs, so that plans can be compared.
+Memory is CUDA's total, which is less than the data sheet's GB. Speeds are those of NVIDIA's data
+sheets times REACHED, which is the same for all GPUs, so that plans can be compared.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from nanovllm.config import ConfigError
 class Gpu(Struct, frozen=True):
     name: str
     gib: float
-    gb_per_s: float = 0.0  # that a copy reaches; 0: not known
-    tflops: float = 0.0  # that a large product in dense bfloat16 reaches; 0: not known
-    is_hopper: bool = False  # has kernels of its own here
+    gb_per_s: float = 0.0  # bandwidth of a copy; 0: unknown
+    tflops: float = 0.0  # speed of a large product in dense bfloat16; 0: unknown
+    is_hopper: bool = False  # Hopper-specific kernels are used
 
     @property
     def facts(self) -> str:
@@ -28,20 +28,20 @@ class Gpu(Struct, frozen=True):
         return size + speeds
 
 
-# Shares of the data sheet's bandwidth and FLOP/s: what a copy and a product of 8192^3 reached on an
-# H200, whose data sheet says 4,800 GB/s and 989 TFLOP/s.
+# Fractions of the data sheet's bandwidth and FLOP/s that a copy and a product of 8192^3 reached on
+# an H200. Its data sheet has 4,800 GB/s and 989 TFLOP/s.
 REACHED = 4280 / 4800, 790 / 989
 
 
 def of_data_sheet(
     name: str, gib: float, gb_per_s: float, tflops: float, *, is_hopper: bool = False
 ) -> Gpu:
-    """Return a GPU with the speeds that it is expected to reach, in whole numbers."""
+    """Return a GPU with its expected speeds in whole numbers."""
     return Gpu(name, gib, round(gb_per_s * REACHED[0]), round(tflops * REACHED[1]), is_hopper)
 
 
-CPU = Gpu("CPU", 0.0)  # has what the recipe says
-# Memory: the H200's by mem_get_info, the others' from torch's messages of too little memory.
+CPU = Gpu("CPU", 0.0)  # memory is set by the recipe
+# Memory of the H200 is from mem_get_info, that of the others from torch's out-of-memory messages.
 KNOWN = {
     "h100": of_data_sheet("H100", 79.1, 3350, 989, is_hopper=True),  # SXM, 80 GB
     "h200": of_data_sheet("H200", 139.8, 4800, 989, is_hopper=True),
@@ -53,7 +53,7 @@ KNOWN = {
 
 
 def gpu_of(text: str) -> Gpu:
-    """`h200`, `NVIDIA H200`, or `name:GiB`: memory of any size. Raises ConfigError for others."""
+    """Return the GPU of `h200`, `NVIDIA H200`, or `name:GiB`. Raise ConfigError for other text."""
     name, has_size, size = text.partition(":")
     slug = re.sub(r"nvidia|geforce|(?<!\d)[^a-z0-9]", "", name.lower())
     known = next((gpu for key, gpu in KNOWN.items() if re.match(rf"{key}(?!\d)", slug)), None)

@@ -1,9 +1,8 @@
-"""Every captured graph against the eager run of the same step: time, memory, logits, padding.
+"""Comparison of each captured graph with the eager step: time, memory, logits, padding.
 
-Knows what a runner is, not how one is built.
-
-Decision: the rows are made-up requests of random tokens, lengths and cached keys, not padding rows.
-Padding rows are all alike, so a graph that reads another row's slot would give the right logits.
+Decision: the rows are synthetic requests with random tokens, lengths and cached keys, not padding
+rows. Padding rows are all equal, so a graph that reads another row's slot would compute the correct
+logits.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ from nanovllm.runner.piecewise import CapturedPiecewise
 from nanovllm.runner.runner import Forwarded, Runner
 from nanovllm.runner.warm import padding_rows
 
-CONTEXT = 1024  # longest made-up request, where the cache holds that many for every slot
-ROUNDS, STEPS = 3, 10  # the median of so many times, each of so many steps
-MOST_DECODES = 64  # beside prompt chunks
-MOST_OFF = 0.05  # of the largest logit; rounding in bfloat16 stays well below
+CONTEXT = 1024  # longest synthetic request, if the cache can hold one per slot
+ROUNDS, STEPS = 3, 10  # a time is the median of ROUNDS means of STEPS steps
+MOST_DECODES = 64  # maximum decode rows next to prompt chunks
+MOST_OFF = 0.05  # tolerance relative to the largest logit; bfloat16 rounding is far less
 
 
 class GraphCost(Struct, frozen=True, kw_only=True):
     mode: str
-    rows: int  # of piecewise ones: tokens
+    rows: int  # tokens for piecewise graphs
     capture_ms: float
     memory_mib: float
     replay_ms: float
     eager_ms: float
     max_logit_difference: float
     largest_logit: float
-    used: float = 0.0  # share of the load's steps, which are decode steps
+    used: float = 0.0  # fraction of the load's decode steps that use the graph
     padding: float = 0.0  # padding rows / rows in these steps
 
     @property
@@ -53,9 +52,9 @@ class GraphCost(Struct, frozen=True, kw_only=True):
 
 
 def context_of(runner: Runner) -> tuple[int, int]:
-    """How many slots are to be filled, and the most tokens in each: no two share a page.
+    """Return the number of slots to fill and the maximum tokens in each, without shared pages.
 
-    Behind the tokens there is room for drafts.
+    There is room for drafts after the tokens.
     """
     num_pages = runner.caches.tensors[0].shape[1] - 1
     filled = min(runner.slots.padding, num_pages)
@@ -65,7 +64,7 @@ def context_of(runner: Runner) -> tuple[int, int]:
 
 @torch.inference_mode()
 def occupy(runner: Runner, seed: int = 0) -> None:
-    """Made-up requests, each about to feed its newest token."""
+    """Fill slots with synthetic requests whose next token is due."""
     slots = runner.slots
     filled, most = context_of(runner)
     each = -(-(most + runner.num_drafts) // slots.page_tokens)
@@ -80,7 +79,7 @@ def occupy(runner: Runner, seed: int = 0) -> None:
 
 
 def spread(runner: Runner, num_tokens: int, width: int) -> int:
-    """Ragged counts for decode rows of up to `width` tokens. Returns how many they feed in all."""
+    """Set ragged token counts, up to `width`, for decode rows. Return their sum."""
     counts = 1 + np.arange(min(context_of(runner)[0], num_tokens)) % width
     counts[counts.cumsum() > num_tokens] = 0
     runner.builder.static_counts_R[: len(counts)] = torch.from_numpy(counts.astype(np.int32))
@@ -89,9 +88,9 @@ def spread(runner: Runner, num_tokens: int, width: int) -> int:
 
 @torch.inference_mode()
 def measure(runner: Runner, load: range) -> Iterator[GraphCost]:
-    """Smallest graph first, then the piecewise ones. Spoils the runner's slots and caches.
+    """Yield the costs of full graphs by increasing size, then those of the piecewise ones.
 
-    `load`: rows of the decode steps.
+    The runner's slots and caches are overwritten. `load` has the rows of the decode steps.
     """
     occupy(runner)
     for (size, width), captured in runner.graphs.captured.items():
@@ -102,7 +101,7 @@ def measure(runner: Runner, load: range) -> Iterator[GraphCost]:
         runs = partial(runner.forward, decode), partial(runner.graphs.replay, (size, width))
         graph = compared(runner, mode, size, captured, *runs, spread(runner, size, width))
         yield replace(graph, used=len(fed) / len(load), padding=padding)
-    runner.slots.lengths_N //= 2  # leaves the requests room for chunks
+    runner.slots.lengths_N //= 2  # so that requests have room for chunks
     for size, piecewise in runner.piecewise.captured.items():
         eager = partial(runner.forward, mixed_rows(runner, size))
         yield compared(runner, "PIECEWISE/mixed", size, piecewise, eager, partial(eager, size))
@@ -117,7 +116,7 @@ def compared(
     replay: Callable[[], object],
     num_fed: int | None = None,
 ) -> GraphCost:
-    """`num_fed`: so many tokens, the first ones, are not padding."""
+    """Compare a graph with the eager step. The first `num_fed` tokens are not padding."""
     expected, found = (logits(runner, step)[:num_fed] for step in (eager, replay))
     return GraphCost(
         mode=mode,
@@ -132,7 +131,7 @@ def compared(
 
 
 def mixed_rows(runner: Runner, num_tokens: int) -> StepRows:
-    """Decode rows, and as many chunks of other requests as it takes."""
+    """Return decode rows, and chunks of other requests up to `num_tokens`."""
     filled, most = context_of(runner)
     num_decodes = min(MOST_DECODES, filled // 2, num_tokens // 2)
     starts = range(num_decodes, num_tokens, most // 2)
@@ -146,16 +145,16 @@ def mixed_rows(runner: Runner, num_tokens: int) -> StepRows:
 
 
 def logits(runner: Runner, step: Callable[[], object]) -> torch.Tensor:
-    """Those of the step, each time from the same recurrent states, if there are any: it moves them.
+    """Return the logits of a step. Reset the recurrent states first, since a step changes them.
 
-    Where drafts may come, the states lag behind by any number of tokens that they can.
+    With drafts, the rows' states lag by all possible numbers of tokens.
     """
     random = torch.Generator(runner.device).manual_seed(1)
     lags_N = torch.arange(runner.slots.padding, device=runner.device) % (2 + runner.num_drafts)
     for *states, drafting, _ in runner.states.by_layer.values():
         drafting.lengths_N[:-1] = runner.slots.lengths_N[:-1] - lags_N
         for made_up in states:
-            if made_up is not None and made_up.is_floating_point():  # are no tickets
+            if made_up is not None and made_up.is_floating_point():  # skips integer tensors
                 made_up[: len(lags_N)].normal_(generator=random)
     forwarded = step()
     assert isinstance(forwarded, Forwarded) and forwarded.logits_SV is not None
@@ -163,7 +162,7 @@ def logits(runner: Runner, step: Callable[[], object]) -> torch.Tensor:
 
 
 def seconds_of(step: Callable[[], object], device: torch.device) -> float:
-    """The seconds of one step among many, enqueued one after another as the engine does."""
+    """Return the mean time of a step when many are enqueued, as in the engine."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     times = []
     for _ in range(ROUNDS):
@@ -178,7 +177,7 @@ def seconds_of(step: Callable[[], object], device: torch.device) -> float:
 
 
 def why_eager(runner: Runner, recipe: Recipe) -> dict[str, str | None]:
-    """The runner's own answers for every kind of step. None: a graph is replayed."""
+    """Return the runner's reasons to run each kind of step eagerly; None: a graph is replayed."""
     slots, most = int(recipe.schedule.slots), int(recipe.schedule.step_tokens)
     captured = max(runner.piecewise.captured, default=1)
     decode = runner.builder.padded(slots, 1, runner.slots.max_tokens)
@@ -191,7 +190,7 @@ def why_eager(runner: Runner, recipe: Recipe) -> dict[str, str | None]:
 
 
 def metrics(graphs: Sequence[GraphCost]) -> dict[str, float]:
-    """The metrics of a record. Padding: padding rows / rows over all replays of the load."""
+    """Return the metrics of a record. Padding is padding rows / rows over the load's replays."""
     rows = sum(graph.used * graph.rows for graph in graphs)
     padding = sum(graph.used * graph.rows * graph.padding for graph in graphs)
     names = "replay_ms", "eager_ms", "max_logit_difference"
@@ -204,7 +203,7 @@ def metrics(graphs: Sequence[GraphCost]) -> dict[str, float]:
 
 
 def rows_of(load: str | None, slots: int) -> range:
-    """Rows of decode steps, each as often as any other."""
+    """Return the rows of the load's decode steps, which are equally frequent."""
     found = re.fullmatch(r"(\d+)-(\d+)", load or f"1-{slots}")
     if found is None:
         raise ConfigError(f"--load {load}: write the fewest and the most rows, as in 1-64")
@@ -215,7 +214,7 @@ def rows_of(load: str | None, slots: int) -> range:
 
 
 def table(graphs: Sequence[GraphCost]) -> str:
-    """One row for each, and the sums of what they cost."""
+    """Return a table with one row per graph, and a row of sums."""
     shown = pd.DataFrame(msgspec.to_builtins(graphs))
     sums = shown[["capture_ms", "memory_mib"]].sum().to_dict()
     shown["eager/replay"] = shown["eager_ms"] / shown["replay_ms"]

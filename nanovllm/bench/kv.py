@@ -1,7 +1,8 @@
-"""A plan's numbers as a table, a record and a picture; and the same numbers measured on a GPU.
+"""Memory plans as a table, a record and a plot, and the same numbers measured on a GPU.
 
-Decision: what is measured is rank 0's share by itself, on one GPU, with random weights: what a full
-step takes depends neither on them nor on the other ranks, whose buffers alone are left out.
+Decision: the share of rank 0 is measured alone, on one GPU, with random weights. The memory of a
+full step depends neither on the weights nor on the other ranks. Only buffers between ranks are
+missing.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ from nanovllm.runner.warm import largest_steps, run_padding
 from nanovllm.server.ranges import MAX_TOP_LOGPROBS
 
 USUAL_LENGTHS = 500, 2000
-ROWS = 1, 64, 256  # of the steps whose least times are told
+ROWS = 1, 64, 256  # sizes of steps whose lower bounds of time are shown
 
 
 @dataclass(frozen=True)
 class Profile:
-    answer: str  # one sentence: does it fit, and how many requests
+    answer: str  # one sentence: if the model fits, and the number of requests
     title: str
     columns: dict[str, dict[str, float]]
-    said: list[str]  # below the table
+    said: list[str]  # lines below the table
     plans: dict[str, MemoryPlan]  # by column
-    pinned: MemoryPlan | None  # the first plan that fits, else the nearest one that would
+    pinned: MemoryPlan | None  # the first plan that fits, otherwise the nearest one that would
     fits: bool
 
     @property
@@ -77,9 +78,9 @@ class Profile:
 def profile(
     config: Config, name: str | None, ranks: Sequence[int], lengths: tuple[int, ...]
 ) -> Profile:
-    """A plan for each number of ranks; measured, too, where the GPU of that name is here.
+    """Return a plan for each number of ranks, also measured if this machine has the GPU.
 
-    Raises ConfigError for lengths that no cache would make possible, and a model that cannot be.
+    Raise ConfigError for lengths beyond the context, or for an invalid recipe.
     """
     here = None
     if torch.cuda.is_available() and config.recipe.device != "cpu":
@@ -130,7 +131,7 @@ def answer(
     pinned: MemoryPlan | None,
     lengths: Sequence[int],
 ) -> str:
-    """Return the result in one sentence. `said`: the lines below the table."""
+    """Return the result in one sentence. `said` are the lines below the table."""
     if fitting and pinned is not None:
         counts = ((requests_of(pinned, length), length) for length in lengths)
         room = " or ".join(
@@ -160,7 +161,7 @@ def place_of(plan: MemoryPlan, gpu: Gpu) -> str:
 
 
 def requests_of(plan: MemoryPlan, length: int) -> int:
-    """Return the requests of a length that have room: as many as slots have recurrent states."""
+    """Return the number of requests of a length that fit; slots limit recurrent states."""
     slots = int(plan.found.recipe.schedule.slots) if plan.found.layout.state else plan.pages
     return min(slots, plan.pages // plan.pages_of(length)) * plan.found.mesh.lanes
 
@@ -187,7 +188,7 @@ def numbers(plan: MemoryPlan, lengths: Sequence[int]) -> dict[str, float]:
 
 
 def draw(path: Path, profile: Profile) -> None:
-    """What fills the memory, a bar for each plan. Raises ConfigError as `sweep.save` does."""
+    """Draw the parts of memory, one bar per plan. Raise ConfigError like `sweep.save`."""
     figure = new_figure(8.0, 1.8 + 0.4 * len(profile.plans))
     axes = figure.add_subplot()
     plans = profile.plans.items()
@@ -204,11 +205,11 @@ def draw(path: Path, profile: Profile) -> None:
 
 
 def measure(config: Config, plan: MemoryPlan) -> MemoryPlan:
-    """The plan with what things take on the GPU that is here. Raises ConfigError: no room."""
-    parallel = replace(config.recipe.parallel, tp=1)  # nothing is asked of other ranks
+    """Return the plan with sizes measured on this GPU. Raise ConfigError if memory is too small."""
+    parallel = replace(config.recipe.parallel, tp=1)  # other ranks are not needed
     config = replace(config, recipe=replace(config.recipe, parallel=parallel))
     found = resolved(config, plan.found.mesh)
-    held = torch.cuda.memory_allocated(found.device)  # workspaces of a measurement before
+    held = torch.cuda.memory_allocated(found.device)  # workspaces of an earlier measurement
     model, device = load(config, found), found.device
     weights = torch.cuda.memory_allocated(device) - held
     one_page = replace(found.recipe, cache=replace(found.recipe.cache, pages=1))
@@ -227,7 +228,7 @@ def measure(config: Config, plan: MemoryPlan) -> MemoryPlan:
 
 
 def peak(step: Callable[[], None]) -> int:
-    """The most bytes that are allocated while it runs."""
+    """Return the maximum allocated bytes while `step` runs."""
     torch.cuda.reset_peak_memory_stats()
     step()
     torch.cuda.synchronize()

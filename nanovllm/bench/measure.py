@@ -1,8 +1,8 @@
-"""From the stamps of each request to the numbers of a run, and to its record.
+"""Metrics of a run, computed from the stamps of its requests, and the record.
 
 TTFT: from sending to the first chunk with text. TPOT: (last - first chunk) / (tokens - 1) of one
-request. ITL: every gap between chunks, divided by the tokens of the chunk that ends it, once for
-each of them. ICL, inter-chunk latency: the gaps as they are. E2E: from sending to the last chunk.
+request. ITL: each gap between chunks, divided by the tokens of the chunk that ends it, counted once
+per token. ICL, inter-chunk latency: the undivided gaps. E2E: from sending to the last chunk.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from msgspec import Struct
 
 from nanovllm.bench.record import Record, of_this_machine
 
-MAX_FAILED = 0.01  # share of failed requests above which a run says nothing
+MAX_FAILED = 0.01  # fraction of failed requests above which a run is invalid
 PERCENTILES = (50, 90, 95, 99)
-# Metrics that are whole numbers; records hold them as floats.
+# Metrics that are whole numbers; records store them as floats.
 COUNT = re.compile(r"completed|failed|peak_concurrent|preemptions|output_chunks|num_drafts|"
                    r"steps_\w+|\w+_tokens")  # fmt: skip
 Advance = Callable[[int, int], None]  # requests finished and tokens received since the last call
 Gaps = npt.NDArray[np.float64]
-ProgressBar = Callable[[int, str], AbstractContextManager[Advance]]  # of so many requests, label
+ProgressBar = Callable[[int, str], AbstractContextManager[Advance]]  # number of requests, label
 
 
 class Sample(Struct):
-    """One request as its client saw it; times are seconds of the machine's monotonic clock."""
+    """One request measured by its client. Times are seconds of the machine's monotonic clock."""
 
     sent: float
     stamps: list[float]  # arrival of every chunk with text
-    # Output tokens up to each stamp; empty if the server sends no count with a chunk.
+    # Output tokens up to each stamp; empty if the server's chunks have no counts.
     counts: list[int] = []
-    input_tokens: int = 0  # these three as the server counted them
+    input_tokens: int = 0  # this and the next two: as counted by the server
     output_tokens: int = 0
     cached_tokens: int = 0
-    late_s: float | None = None  # how long after it was due it was sent (open loop)
+    late_s: float | None = None  # delay of sending after the due time (open loop)
     error: str = ""
 
     @property
@@ -53,7 +53,7 @@ class Sample(Struct):
 
     @property
     def itl_s(self) -> Gaps:
-        """The time of each token after the first chunk.
+        """Return the time of each token after the first chunk.
 
         Without counts, a request's tokens are spread evenly over its chunks.
         """
@@ -72,8 +72,8 @@ class Sample(Struct):
 class Outcome(Struct, frozen=True, kw_only=True):
     record: Record
     engine: dict[str, float]  # lines of the table's last section
-    errors: dict[str, int]  # how often each came
-    experts: bytes  # tokens that were routed to each, as experts.ExpertLoad.lines; maybe none
+    errors: dict[str, int]  # number of occurrences of each
+    experts: bytes  # tokens routed to each, as from experts.ExpertLoad.lines; may be empty
 
 
 def concluded(
@@ -84,8 +84,11 @@ def concluded(
     experts: bytes = b"",
     **fields: Any,  # noqa: ANN401
 ) -> Outcome:
-    """`engine`: lines of the table's last section. `more`: further metrics. `fields`: the record's
-    that are not found here."""
+    """Return the outcome of a run.
+
+    `engine` has the lines of the table's last section, `more` further metrics, and `fields` the
+    other fields of the record.
+    """
     metrics = summarise(samples, goals_ms)
     labelled = {metric_name(label): value for label, value in engine.items()}
     record = of_this_machine(
@@ -99,9 +102,9 @@ def concluded(
 
 
 def summarise(samples: Sequence[Sample], goals_ms: Mapping[str, float] = {}) -> dict[str, float]:
-    """The metrics of a record; of a latency that no request had, none.
+    """Return the metrics of a record, without latencies that no request has.
 
-    `goals_ms`: the most that "ttft", "tpot" or "e2el" of a good request may be.
+    `goals_ms` has upper limits of "ttft", "tpot" or "e2el" for good requests.
     """
     done = [sample for sample in samples if not sample.error]
     start = min((sample.sent for sample in samples), default=0.0)
@@ -144,7 +147,7 @@ def summarise(samples: Sequence[Sample], goals_ms: Mapping[str, float] = {}) -> 
 
 
 def verdict(metrics: Mapping[str, float]) -> str:
-    """Empty for a valid run."""
+    """Return the reason why a run is invalid, or ""."""
     failed, total = metrics["failed"], metrics["failed"] + metrics["completed"]
     if metrics["completed"] and failed <= MAX_FAILED * total:
         return ""
@@ -152,7 +155,7 @@ def verdict(metrics: Mapping[str, float]) -> str:
 
 
 def peak_tokens_per_s(samples: Sequence[Sample], start: float) -> float:
-    """The best of the run's whole seconds; a chunk counts for its request's tokens / its chunks."""
+    """Return the maximum over whole seconds. A chunk counts as tokens / chunks of its request."""
     if not samples:
         return 0.0
     at = np.concatenate([np.asarray(sample.stamps) for sample in samples]) - start
@@ -168,7 +171,7 @@ def peak_concurrent(samples: Sequence[Sample]) -> int:
 
 
 def metric_name(label: str) -> str:
-    """`Peak KV cache usage (%)` -> `peak_kv_cache_usage_percent`."""
+    """Return `peak_kv_cache_usage_percent` for `Peak KV cache usage (%)`."""
     return re.sub(r"[^a-z0-9]+", "_", label.lower().replace("%", "percent")).strip("_")
 
 

@@ -1,7 +1,4 @@
-"""Runs against the engine process without HTTP: token ids in, token ids out, over IPC.
-
-Knows neither how the engine was started nor what the numbers mean.
-"""
+"""Benchmark runs on the engine process without HTTP: token ids in, token ids out, over IPC."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from nanovllm.ipc.client import EngineClient
 from nanovllm.server.metrics import Metrics, Seen, render
 from nanovllm.wire import Finish, Generate, Refusal, TokenLogprobs
 
-STATS_S = 0.5  # the engine's counters come five times a second, and when it falls idle
+STATS_S = 0.5  # the engine sends its counters five times a second, and when it becomes idle
 
 
 async def measure_engine(
@@ -34,11 +31,12 @@ async def measure_engine(
     bar: ProgressBar,
     publish: Callable[[Outcome], object],
 ) -> None:
-    """Warm up and run some of OFFLINE_NAMES, one after the other, on the engine at `path`.
+    """Warm up and run some of OFFLINE_NAMES, one after another, on the engine at `path`.
 
-    `ready_s`: how long it took from start to ready. A load's seed is two above the one before, so
-    that none finds another's prompts, or its warm-up's, in the cache. `publish` gets each outcome
-    before the next load, which may be the engine's end. Raises EngineLostError.
+    `ready_s` is the time from start to ready. Seeds of successive loads differ by two, so that no
+    load finds prompts of another or of a warm-up in the cache. `publish` gets each
+    outcome before the next load starts, which may crash the engine. Raise EngineLostError if the
+    engine is lost.
     """
     client = await EngineClient.connect(path)
     ready = client.ready
@@ -48,7 +46,7 @@ async def measure_engine(
             warm = load.warm_up(seed + 2 * nth + 1, ready.vocab_size)
             with bar(len(warm.prompts), "warm-up") as advance:
                 await run(client, warm, advance)
-            await asyncio.sleep(STATS_S)  # so that none of its steps is counted
+            await asyncio.sleep(STATS_S)  # so that no step of the warm-up is counted
         before, started_at = samples_now(client), now()
         with bar(len(load.prompts), f"{ready.model} {load.name}") as advance:
             samples = await run(client, load, advance)
@@ -73,13 +71,13 @@ async def measure_engine(
 
 
 def samples_now(client: EngineClient) -> dict[str, float]:
-    """The engine's metrics by name, as a server's page would have them."""
+    """Return the engine's metrics by name, as on a server's metrics page."""
     seen = Seen(ready=client.ready, stats=client.stats, metrics=Metrics())
     return samples_of(render([seen], ()).decode())
 
 
 class Stopwatch:
-    """Receives one request's results and stamps them."""
+    """Receiver of one request's results, which stamps them."""
 
     def __init__(self, num_prompt: int, max_new: int, finished: Callable[[int], None]) -> None:
         self.sample = Sample(sent=time.perf_counter(), stamps=[], input_tokens=num_prompt)
@@ -113,7 +111,7 @@ class Stopwatch:
 
 
 async def run(engine: EngineClient, load: TokenLoad, advance: Advance) -> list[Sample]:
-    """Submit everything at once, and wait for all of it."""
+    """Submit all requests at once, and wait for their ends."""
     done = asyncio.Semaphore(0)
 
     def finished(num_tokens: int) -> None:
@@ -123,7 +121,7 @@ async def run(engine: EngineClient, load: TokenLoad, advance: Advance) -> list[S
     prompts = [array("i", prompt).tobytes() for prompt in load.prompts]
     sinks = []
     for at, prompt in enumerate(prompts):
-        # No stop ids: nothing but the length ends a request.
+        # Without stop ids only the length ends a request.
         sampling = msgspec.structs.replace(load.sampling, seed=at)
         request = Generate(engine.new_id(), prompt, load.outputs[at], [], sampling)
         sink = Stopwatch(len(load.prompts[at]), load.outputs[at], finished)

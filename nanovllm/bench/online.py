@@ -1,7 +1,4 @@
-"""One run against a server: asks what it serves, spreads the load over client processes.
-
-Knows neither how a chunk is read nor what the numbers mean.
-"""
+"""One run on a server: query the server, and distribute the load over client processes."""
 
 from __future__ import annotations
 
@@ -38,25 +35,25 @@ from nanovllm.bench.workload import (
 )
 from nanovllm.config import Config, ConfigError
 
-EXPERTS = [f"/debug/experts?engine={at}" for at in range(64)]  # those that there are, answer
-ROUTE = re.compile(r"(/v1(/chat/completions|/models)?)?/*$")  # of an address, if it was copied
-DRAFTS = "vllm:spec_decode_num_drafts_total"  # of servers whose steps may bring several tokens
+EXPERTS = [f"/debug/experts?engine={at}" for at in range(64)]  # 404 after the last engine
+ROUTE = re.compile(r"(/v1(/chat/completions|/models)?)?/*$")  # path of a copied address
+DRAFTS = "vllm:spec_decode_num_drafts_total"  # metric of servers with speculative decoding
 SCRAPE_S = 1.0
 PROGRESS_S = 0.2
-SOME_WORDS = WORDS[:64]  # enough for prompts that are all different
+SOME_WORDS = WORDS[:64]  # sufficient for distinct prompts
 
 
 class ServerFacts(Struct, frozen=True):
-    """What a server says about itself, and texts of exact lengths as it counts tokens."""
+    """Properties of a server, and texts with exact numbers of its tokens."""
 
     model: str
     engine: str  # name and version, as in `vllm 0.26.0`
     wording: Wording
-    has_drafts: bool  # a step may bring a request several tokens
+    has_drafts: bool  # a step may give a request several tokens
 
 
 class _Api:
-    """The few requests that measure nothing."""
+    """Client for the requests that are not measured."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         parts = urlsplit(url)
@@ -65,7 +62,7 @@ class _Api:
         url = ROUTE.sub("", url)
         self.url, self.api_key = url, api_key
         headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
-        # No proxy from the environment may stand between a benchmark and its server.
+        # Proxies of the environment must not be used between a benchmark and its server.
         self.http = httpx.Client(base_url=url, headers=headers, timeout=120.0, trust_env=False)
 
     def call(self, method: str, path: str, body: object = None) -> httpx.Response:
@@ -81,7 +78,7 @@ class _Api:
         return reply
 
     def page(self, path: str) -> str:
-        """One that not every server has; empty where it is missing."""
+        """Return a page; "" if the server does not have it."""
         try:
             return self.call("GET", path).text
         except ConfigError:
@@ -91,7 +88,7 @@ class _Api:
         return samples_of(self.page("/metrics"))
 
     def prompt_tokens(self, load: Workload, model: str, text: str) -> int:
-        """How many prompt tokens the server counts for a request of this load with this text."""
+        """Return the server's number of prompt tokens for a request with this text."""
         body = chat_body(load, model, text) | {"max_tokens": 1}
         reply = self.call("POST", "/v1/chat/completions", body)
         return int(reply.json()["usage"]["prompt_tokens"])
@@ -110,9 +107,10 @@ def measure_server(
     server: LiveServer | None = None,
     command: str = "",
 ) -> Outcome:
-    """Warm up, send the load, ask the server what it did.
+    """Warm up, send the load, and read the server's metrics.
 
-    `config`, or `command` of another engine: how it was started. `server`: its process, if ours.
+    `config`, or the `command` line of another engine, is how the server was started. `server` is
+    its process, if this benchmark started it.
     """
     api = _Api(url, api_key)
     with api.http:
@@ -160,7 +158,10 @@ def measure_server(
 
 
 def ask_server(api: _Api, load: Workload) -> ServerFacts:
-    """Short requests tell how many tokens our words become: no tokenizer is needed here."""
+    """Return the server's properties.
+
+    Short requests measure the tokens of each word, so no tokenizer is needed.
+    """
     models = api.call("GET", "/v1/models").json()["data"]
     if not models:
         raise ConfigError(f"{api.url}/v1/models lists no model")
@@ -187,12 +188,15 @@ def ask_server(api: _Api, load: Workload) -> ServerFacts:
 
 
 def flags(command: str) -> dict[str, str]:
-    """What a command line sets: `--max-model-len 8192` as {"max-model-len": "8192"}."""
+    """Return the flags of a command line: {"max-model-len": "8192"} for `--max-model-len 8192`."""
     return dict(re.findall(r"(?<= --)([\w-]+)(?:[ =](?!--)(\S+))?", command))
 
 
 def wording_of(count: Callable[[str], int]) -> Wording:
-    """One request where every word is one token, else one for each of some words."""
+    """Return the wording, from `count`, which returns the prompt tokens of a text.
+
+    One more request suffices if every word is one token; otherwise some words are counted singly.
+    """
     overhead = count(LEAD)
     if count(" ".join((LEAD, *WORDS))) == overhead + len(WORDS):
         return Wording(overhead, dict.fromkeys(WORDS, 1))
@@ -202,7 +206,7 @@ def wording_of(count: Callable[[str], int]) -> Wording:
 def run(
     load: Workload, served: ServerFacts, api: _Api, processes: int, advance: Advance
 ) -> tuple[Done, dict[str, float]]:
-    """Send the load from client processes. Also the largest of the server's metrics meanwhile."""
+    """Send the load from client processes. Return the samples, and maxima of server metrics."""
     text, due = served.wording.text, arrivals(load)
     bodies = chat_bodies(load, served.model, text, counted=served.has_drafts)
     count = min(processes, load.num_prompts, load.concurrency or processes)
@@ -212,7 +216,7 @@ def run(
     workers = []
     try:
         for at in range(count):
-            if load.concurrency is None:  # each has its own arrivals
+            if load.concurrency is None:  # each process has its own arrivals
                 part = bodies[at::count], due[at::count], 0
             else:  # every process may send every body
                 part = bodies, [], len(range(at, load.concurrency, count))
@@ -220,7 +224,7 @@ def run(
             here, there = context.Pipe()
             worker = context.Process(target=client.main, args=(share, shared, there), daemon=True)
             worker.start()
-            there.close()  # so that its death is an EOF here
+            there.close()  # so that the worker's death is an EOF on the other end
             pipes.append(here)
             workers.append(worker)
         shared.all_ready.wait(client.READY_S)

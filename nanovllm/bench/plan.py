@@ -1,7 +1,7 @@
-"""What a recipe takes of a GPU's memory, what has room beside it, and how fast it could be.
+"""Memory plan of a recipe on a GPU, and lower bounds of step times.
 
-Arithmetic from config.json, the recipe and a GPU's facts: nothing is allocated, and no GPU need be
-here. Knows bytes and tokens, not requests.
+All numbers are computed from config.json, the recipe and the GPU's data. Nothing is allocated, and
+no GPU is needed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from nanovllm.runner.sizing import GIB
 
 WEIGHTS, STEP, OTHERS, GRAPHS = "weights", "full step", "CUDA and others", "graphs"
 STATES, LOGPROBS = "running states", "log-probabilities"
-CUDA_BYTES = 757 << 20  # with our kernels' code: measured on an H200
-RANKS_BYTES = 512 << 20  # of buffers between ranks: not measured yet
+CUDA_BYTES = 757 << 20  # CUDA context with the code of kernels, measured on an H200
+RANKS_BYTES = 512 << 20  # buffers between ranks, not measured yet
 HOST_GPUS = (1, 2, 4, 8)
-Models = dict[tuple[Mesh, int], Decoder]  # of shapes alone, by what they are cut and sized for
+Models = dict[tuple[Mesh, int], Decoder]  # models on the meta device by mesh and context
 SMALLEST = "the smallest cache (2 pages)"
-MOST_HALVINGS = 5  # of 512 slots and 8192 tokens: 16 and 256
+MOST_HALVINGS = 5  # from 512 slots and 8192 tokens to 16 and 256
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ class MemoryPlan:
 
     asked: Recipe
     found: Resolved
-    model: Decoder  # shapes alone
+    model: Decoder  # on the meta device
     gpu: Gpu
-    share: int  # bytes that may be taken in all
-    spare: int  # bytes beside that, which log-probabilities alone may take
-    taken: dict[str, int]  # bytes beside the cache, by what takes them
+    share: int  # usable bytes
+    spare: int  # bytes in addition, which only log-probabilities may use
+    taken: dict[str, int]  # bytes of everything but the cache, by name
 
     @property
     def room(self) -> int:
-        """The bytes that are left for pages and checkpoints; below 0: that are lacking."""
+        """Return the bytes left for pages and checkpoints; negative if memory is too small."""
         return self.share - sum(self.taken.values()) + self.taken[LOGPROBS]
 
     @property
@@ -78,17 +78,17 @@ class MemoryPlan:
 
     @property
     def context(self) -> int:
-        """What server.max_model_tokens becomes."""
+        """Return the resulting server.max_model_tokens."""
         return min(self.found.max_model_tokens, self.tokens)
 
     def pages_of(self, num_tokens: int) -> int:
-        """How many pages one request of so many tokens takes."""
+        """Return the number of pages of one request with `num_tokens` tokens."""
         return -(-num_tokens // self.found.page_tokens)
 
     def problem(self, lengths: Sequence[int]) -> str:
-        """Return why the plan cannot serve requests of these lengths; empty: it can."""
+        """Return the reason why the plan cannot serve requests of these lengths, or ""."""
         lack = self.split._replace(pages=max(2, self.pages)).total - self.room
-        if self.gpu is CPU:  # which has what the host has, and takes pages as they are asked for
+        if self.gpu is CPU:  # the limit is the host's available memory
             lack = (need := need_of(self.found)).total - need.room
         if lack > 0:
             least = f"a cache of {self.pages:,} pages" if self.pages > 2 else SMALLEST
@@ -100,10 +100,10 @@ class MemoryPlan:
             return f"{self.tokens:,} tokens of cache are fewer than {most:,}"
         return ""
 
-    # -- how fast it could be -------------------------------------------------------------------
+    # -- lower bounds of times ------------------------------------------------------------------
 
     def decode_s(self, rows: int, length: int) -> float:
-        """The least time of a step that feeds one token to each of so many requests."""
+        """Return a lower bound of the time of a step with `rows` decode rows of a length."""
         num_bytes, layers = read_by(self.model.layers, rows, self.found.mesh.lanes)
         head, own = self.model.head.weight, -(-rows // self.found.mesh.lanes)
         products = self._least(num_bytes + head.nbytes, 2 * (layers * rows + head.numel() * own))
@@ -111,7 +111,10 @@ class MemoryPlan:
         return products + own * self._least(cached, flops)
 
     def prefill_s(self, rows: int, length: int) -> float:
-        """The least time of so many prompts. Half of attention's products are masked."""
+        """Return a lower bound of the time of `rows` prompts of a length.
+
+        Half of attention's products are masked.
+        """
         num_bytes, layers = read_by(self.model.layers, rows * length, self.found.mesh.lanes)
         head, own = self.model.head.weight, -(-rows // self.found.mesh.lanes)
         each = 2 * head.numel() + self._flops(decodes=False) * length**2 / 2
@@ -119,7 +122,7 @@ class MemoryPlan:
         return self._least(num_bytes + head.nbytes, flops)
 
     def _flops(self, *, decodes: bool) -> int:
-        """What a query and a token that it sees take, of all layers and the heads of a rank."""
+        """Return the FLOP per query and attended token, over all layers and one rank's heads."""
         config, found = self.found.model_config, self.found
         heads = config.num_attention_heads // found.mesh.tp_size
         return 2 * num_paged(found.layout) * heads * config.key_value_size(decodes=decodes)
@@ -129,9 +132,10 @@ class MemoryPlan:
 
 
 def plan_of(config: Config, gpu: Gpu, size: int, models: Models | None = None) -> MemoryPlan:
-    """Raises ConfigError if the recipe is wrong, or the model cannot be cut for so many ranks.
+    """Return the plan of a config over `size` ranks.
 
-    `models`: those of plans before, for other schedules and lengths of the same recipe.
+    `models` caches the models of earlier plans, for other schedules and lengths of the same recipe.
+    Raise ConfigError if the recipe is invalid, or the model cannot be cut over the ranks.
     """
     asked, given = config.recipe, config if gpu is CPU else with_numbers_of_a_gpu(config)
     found = resolved(given, first_rank(asked.parallel).first_of(size))
@@ -148,25 +152,28 @@ def plan_of(config: Config, gpu: Gpu, size: int, models: Models | None = None) -
             STEP: step_bytes(found, model, fuses_gate=gpu.is_hopper),
             OTHERS: CUDA_BYTES + RANKS_BYTES * (size > 1),
             GRAPHS: GIB,
-            # Of a row in every slot: logits, the same in float32, and exponentials to be summed up.
+            # For a row in every slot: logits, a float32 copy, and exponentials to be summed.
             LOGPROBS: (found.dtype.itemsize + 4 + 4) * slots * len(model.head.weight),
         }
     return MemoryPlan(asked, found, model, gpu, share, total - share, taken)
 
 
 def with_numbers_of_a_gpu(config: Config) -> Config:
-    """Its "auto"s as on a GPU, to be resolved where there is none, with room for any context."""
+    """Return the config with "auto" resolved as on a GPU, for a machine without one.
+
+    The cache has room for every context.
+    """
     model = read_model_config(config)[1]
     recipe = resolve(config.recipe, model.max_position_embeddings, model.STEP_TOKENS)
     dtype = "bfloat16" if recipe.dtype == "auto" else recipe.dtype
     return replace(config, recipe=replace(recipe, device="cpu", dtype=dtype, kernels=Kernels()))
 
 
-# -- what to ask for ------------------------------------------------------------------------------
+# -- nearest plan that fits -----------------------------------------------------------------------
 
 
 def nearest(config: Config, gpu: Gpu, lengths: Sequence[int]) -> MemoryPlan | None:
-    """The first that fits of: more GPUs, smaller steps of fewer slots, a shorter context."""
+    """Return the first plan that fits, with more GPUs, smaller steps or a shorter context."""
     own = replace(config.recipe, cache=replace(config.recipe.cache, pages="auto"))
     short = replace(own, server=replace(own.server, max_model_tokens="auto"))
     models: Models = {}
@@ -174,7 +181,7 @@ def nearest(config: Config, gpu: Gpu, lengths: Sequence[int]) -> MemoryPlan | No
     for base, needed in ((own, lengths), (short, ())):
         for halvings, size in product(range(MOST_HALVINGS + 1), HOST_GPUS):
             recipe = replace(base, schedule=halved(base.schedule, halvings, most, gpu is CPU))
-            with suppress(ConfigError):  # not every number of ranks can share a model
+            with suppress(ConfigError):  # some models cannot be cut over some numbers of ranks
                 plan = plan_of(replace(config, recipe=recipe), gpu, size, models)
                 if not plan.problem(needed):
                     return plan
@@ -182,14 +189,17 @@ def nearest(config: Config, gpu: Gpu, lengths: Sequence[int]) -> MemoryPlan | No
 
 
 def halved(schedule: Schedule, times: int, most: int, on_cpu: bool = False) -> Schedule:
-    """With so often half the slots and half the tokens of a step (`most`, if they are open)."""
+    """Return the schedule with slots and step_tokens halved `times` times.
+
+    `most` is the default of step_tokens.
+    """
     full = resolve_schedule(schedule, on_cpu=on_cpu, most=most)
     slots, tokens = (max(1, int(n) >> times) for n in (full.slots, full.step_tokens))
     return replace(schedule, slots=slots, step_tokens=tokens)
 
 
 def pins(plan: MemoryPlan) -> str:
-    """The lines of a recipe that make it so, whatever it or flags said of these before."""
+    """Return the lines of a recipe that fix a plan. They replace earlier values of these keys."""
     cache, schedule, mesh = plan.found.recipe.cache, plan.found.recipe.schedule, plan.found.mesh
     asked, sizes = plan.asked.parallel, {"ep": mesh.ep_size, "dp": plan.asked.parallel.dp}
     more = "".join(f", {k}: {n}" for k, n in sizes.items() if {n, getattr(asked, k)} != {1})

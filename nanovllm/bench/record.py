@@ -1,8 +1,7 @@
-"""The record of one measurement: its schema, and a file that holds one record.
+"""The record of one measurement: its schema, and a file with one record.
 
-A record names the machine, the commit and the versions of the packages. `store` keeps many of them.
-How anything is measured is not known here. `python -m nanovllm.bench.record > results/schema.json`
-writes the schema.
+A record has the machine, the commit and the versions of packages. Files with many records are in
+`store`. `python -m nanovllm.bench.record > results/schema.json` writes the schema.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from nanovllm.config import NOT_JSON, ConfigError
 Kind = Literal[
     "serve", "offline", "kernels", "kv", "graphs", "load", "page", "parity", "demo", "clients"
 ]  # fmt: skip
-# Changed keys that do not tell records of a day apart.
+# Changed keys that are not part of a record's name.
 UNNAMED = ("load", "model", "port", "server.host", "server.port", "server.api_key", "server.served")
 
-ROOT = Path(__file__).parents[2]  # of the checkout
+ROOT = Path(__file__).parents[2]  # root of the checkout
 PACKAGES = (
     "nanovllm", "torch", "triton", "nvidia-cutlass-dsl", "flash-attn-4", "transformers",
     "tokenizers", "xgrammar", "uvicorn", "uvloop", "httptools", "msgspec", "numpy",
 )  # fmt: skip
-GPU_FIELDS = {  # of Machine: what nvidia-smi calls them
+GPU_FIELDS = {  # fields of Machine: their names for nvidia-smi
     "gpu": "name", "driver": "driver_version", "power_limit_w": "power.limit",
     "max_sm_mhz": "clocks.max.sm", "max_memory_mhz": "clocks.max.mem", "sm_mhz": "clocks.sm",
     "gpu_memory_mib": "memory.total",
@@ -46,7 +45,7 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gpu_count: int = 0
     gpu_memory_mib: float = 0.0
     driver: str = ""
-    cuda: str = ""  # the newest the driver serves
+    cuda: str = ""  # latest version that the driver supports
     power_limit_w: float = 0.0
     max_sm_mhz: float = 0.0
     max_memory_mhz: float = 0.0
@@ -78,13 +77,13 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dirty: bool  # the tree differed from the commit
     started_at: str  # UTC, ISO 8601
     duration_s: float
-    argv: list[str]  # the command that reproduces it, secrets left out
+    argv: list[str]  # command that reproduces it, without secrets
     recipe: dict[str, Any]  # fully resolved
-    changed: dict[str, Any]  # what flags and --set altered
+    changed: dict[str, Any]  # values from flags and --set
     workload: dict[str, Any]  # name, concurrency, seed, lengths, arrivals
     metrics: dict[str, float]  # names carry units
     versions: dict[str, str]
-    notes: str = ""  # begins with "invalid:" when the run says nothing
+    notes: str = ""  # begins with "invalid:" if the run is invalid
 
     @property
     def is_publishable(self) -> bool:
@@ -92,27 +91,27 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def model(self) -> str:
-        """The last part of its name or path."""
+        """Return the last part of the model's name or path."""
         return str(self.recipe["model"]).rstrip("/").rsplit("/", 1)[-1]
 
     @property
     def engine(self) -> str:
-        """`nanovllm`, or what the server of another engine said it is: `vllm 0.26.0`."""
+        """Return `nanovllm`, or the name and version of another engine: `vllm 0.26.0`."""
         return str(self.recipe.get("served_by", "nanovllm"))
 
     @property
     def version(self) -> str:
-        """`4f2c9ab`, or `4f2c9ab-dirty`."""
+        """Return `4f2c9ab`, or `4f2c9ab-dirty`."""
         return (self.commit[:7] or "unknown") + ("-dirty" if self.dirty else "")
 
     @property
     def altered(self) -> dict[str, Any]:
-        """What tells records of a day apart, out of `changed`."""
+        """Return the part of `changed` that distinguishes records of the same day."""
         return {key: value for key, value in self.changed.items() if not key.startswith(UNNAMED)}
 
 
 def write_to(path: Path, record: Record) -> None:
-    """Raises ConfigError when the file cannot be written."""
+    """Write a record to a file. Raise ConfigError if the file cannot be written."""
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
     except OSError as error:
@@ -124,7 +123,10 @@ def of_this_machine(
     changed: Mapping[str, Any],
     **measured: Any,  # noqa: ANN401
 ) -> Record:
-    """What was just measured here, by the command line that runs; the other fields by name."""
+    """Return a record of this machine and of the running command line.
+
+    `measured` has the other fields.
+    """
     tree = commit()
     return Record(
         machine=fingerprint(),
@@ -152,13 +154,13 @@ def fingerprint() -> Machine:
 
 
 def commit(root: Path = ROOT, given: str | None = None) -> Commit:
-    """The checkout's commit. `given`, else the file `.commit`, stand in only where git is absent.
+    """Return the checkout's commit; without git `given`, or the content of the file `.commit`.
 
     Both are the output of `git describe --always --abbrev=40 --dirty`. Results and `.commit` itself
     do not make a tree dirty.
     """
     head = _output(["git", "-C", str(root), "rev-parse", "HEAD"])
-    if head and (root / ".git").exists():  # not some repository around an installed package
+    if head and (root / ".git").exists():  # excludes a repository around an installed package
         ignored = [":!results", ":!.commit"]
         changes = _output(["git", "-C", str(root), "status", "--porcelain", "--", ".", *ignored])
         return Commit(head, bool(changes))
@@ -177,7 +179,7 @@ def versions() -> dict[str, str]:
 
 
 def parse_gpus(csv: str, header: str) -> dict[str, Any]:
-    """Machine's GPU fields from nvidia-smi's answer to GPU_FIELDS and its plain header."""
+    """Return Machine's GPU fields from nvidia-smi's output for GPU_FIELDS and its header."""
     rows = [line.split(", ") for line in csv.splitlines()]
     if not rows:
         return {}
@@ -188,7 +190,7 @@ def parse_gpus(csv: str, header: str) -> dict[str, Any]:
 
 
 def read(path: Path) -> Record:
-    """Raises ConfigError that names the file and the field."""
+    """Read a record. Raise ConfigError with the file and the field."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Record)
     except (*NOT_JSON, OSError) as error:
@@ -196,14 +198,14 @@ def read(path: Path) -> Record:
 
 
 def name(record: Record) -> str:
-    """`qwen3-8b_w1_depth0`: the model, the workload, another engine, and what was altered."""
+    """Return `qwen3-8b_w1_depth0`: model, workload, other engine, and altered keys."""
     altered = [f"{key.rsplit('.', 1)[-1]}{value}" for key, value in record.altered.items()]
     peer = [record.engine] if "served_by" in record.recipe else []
     return "_".join(map(_slug, (record.model, str(record.workload["name"]), *peer, *altered)))
 
 
 def without_secrets(argv: list[str]) -> list[str]:
-    """A command line fit to be published."""
+    """Return a command line without API keys."""
     shown: list[str] = []
     for text in argv:
         text = re.sub(r"(--api-key[ =])\S+", r"\1...", text)
@@ -216,7 +218,7 @@ def without_secrets(argv: list[str]) -> list[str]:
 
 
 def hide_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a recipe's or an override's keys, at any depth."""
+    """Return the values of a recipe or of overrides without API keys, at any depth."""
     shown: dict[str, Any] = {}
     for key, value in values.items():
         if key.rsplit(".", 1)[-1] == "api_key" and value is not None:
@@ -234,7 +236,7 @@ def _slug(text: str) -> str:
 
 
 def _output(command: list[str]) -> str:
-    """What a command prints; empty when it is missing or fails."""
+    """Return the output of a command; "" if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except OSError:

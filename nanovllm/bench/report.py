@@ -1,6 +1,6 @@
-"""How the numbers of a run are shown: as a console table, or a file with vLLM's names.
+"""Reports of a run: a console table, and a file with vLLM's key names.
 
-Decision: the table's layout and names are vLLM's, so that scripts written for its output read ours.
+Decision: the table has vLLM's layout and names, so that scripts for its output work here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from nanovllm.bench.measure import Outcome
 
 WIDTH = 50
-LINES = (  # label, metric or part of the load, digits, and what vLLM's files call it
+LINES = (  # label, metric or field of the load, digits, names in vLLM's files
     ("Successful requests", "completed", 0, "completed num_requests"),
     ("Failed requests", "failed", 0, "failed"),
     ("Maximum request concurrency", "concurrency", 0, "max_concurrency"),
@@ -37,15 +37,15 @@ LATENCIES = (  # metric, short name, head
 )
 SHOWN = {"Mean": "mean", "Median": "p50", "P90": "p90", "P95": "p95", "P99": "p99"}
 IN_FILES = SHOWN | {"P50": "p50", "Std": "std"}
-SPECULATION = (  # label, metric, digits, and what vLLM's files call it
+SPECULATION = (  # label, metric, digits, name in vLLM's files
     ("Acceptance rate (%)", "acceptance_rate_percent", 2, "spec_decode_acceptance_rate"),
     ("Acceptance length", "acceptance_length", 2, "spec_decode_acceptance_length"),
     ("Drafts", "num_drafts", 0, "spec_decode_num_drafts"),
     ("Draft tokens", "draft_tokens", 0, "spec_decode_draft_tokens"),
     ("Accepted tokens", "accepted_tokens", 0, "spec_decode_accepted_tokens"),
 )
-POSITION = "acceptance_percent_position_"  # of a metric for each
-MAX_ERRORS = 5  # kinds of errors listed
+POSITION = "acceptance_percent_position_"  # prefix of the metrics by position
+MAX_ERRORS = 5  # maximum kinds of errors listed
 MEASURED = re.compile(r"\((%|s)\)|\bus\b")  # in a label of the last section; others are counts
 GAINS = {  # lines of the table: counters of the server
     "Preemptions": "vllm:num_preemptions_total",
@@ -83,7 +83,7 @@ def table(outcome: Outcome) -> str:
 
 
 def vllm_json(outcome: Outcome) -> dict[str, object]:
-    """The file of `vllm bench serve --save-result`, and the keys of `vllm bench throughput`."""
+    """Return the content of `vllm bench serve --save-result`, with keys of `bench throughput`."""
     record = outcome.record
     values = record.workload | record.metrics
     found: dict[str, Any] = {}
@@ -104,21 +104,21 @@ def vllm_json(outcome: Outcome) -> dict[str, object]:
 
 
 def samples_of(page: str) -> dict[str, float]:
-    """A metrics page's values by name and labels."""
+    """Return a metrics page's values by name and labels."""
     lines = (line.rsplit(" ", 1) for line in page.splitlines() if line and line[0] != "#")
     return {parts[0]: float(parts[1]) for parts in lines if len(parts) == 2}
 
 
 def positions_of(values: Mapping[str, float]) -> list[float]:
-    """The percentage of a run's steps with drafts in which each position's was accepted."""
+    """Return the percentage of steps with drafts that accepted the draft at each position."""
     return [value for name, value in values.items() if name.startswith(POSITION)]
 
 
 def speculation(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """What the engine's metrics say of a run's drafts; nothing of one without.
+    """Return a run's metrics of drafts; {} without drafts.
 
-    As vLLM counts: the length is the tokens of a step of a request that fed drafts, and rates by
-    position are shares of these steps.
+    The definitions are vLLM's. The length is the number of tokens per request and step with drafts.
+    Rates by position are fractions of these steps.
     """
     gains = {key: value - before.get(key, 0.0) for key, value in after.items()}
     total = "vllm:spec_decode_num_{}_total"
@@ -139,7 +139,7 @@ def speculation(before: Mapping[str, float], after: Mapping[str, float]) -> dict
 def engine_facts(
     before: Mapping[str, float], after: Mapping[str, float], peaks: Mapping[str, float]
 ) -> dict[str, float]:
-    """What the engine's metrics say of a run; only what it exports."""
+    """Return the table's lines from the engine's metrics, as far as they are exported."""
     gains = {key: value - before.get(key, 0.0) for key, value in after.items()}
     by_kind = by_label(gains, "nanovllm:graph_steps_total", "mode", "phase")
     facts = {f"Steps {kind}": count for kind, count in by_kind.items() if count}
@@ -161,7 +161,7 @@ def engine_facts(
 
 
 def by_label(samples: Mapping[str, float], name: str, *labels: str) -> dict[str, float]:
-    """A metric's samples added up, by these labels' values: `FULL/decode`. No labels: one sum."""
+    """Return sums of a metric's samples by label values (`FULL/decode`); one sum without labels."""
     found: dict[str, float] = {}
     for key, value in samples.items():
         if key.split("{", 1)[0] == name:

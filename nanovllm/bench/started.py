@@ -1,6 +1,6 @@
-"""A server of our own for one run, started as a user starts it, and its processes' CPU time.
+"""A server for one run, started like by a user, and the CPU time of its processes.
 
-Knows what launch calls the processes, neither what they do nor what will be asked of them.
+The names of processes are those given by launch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LiveServer(Struct, frozen=True):
 def started(command: Sequence[str], url: str) -> Iterator[LiveServer]:
     """Run a server until the block ends.
 
-    Raises NotStarted with the server's last lines when it does not come up.
+    Raise NotStarted with the server's last lines if it does not start.
     """
     if _is_healthy(url):
         raise ConfigError(f"something already listens at {url}; stop it, or set server.port")
@@ -58,7 +58,7 @@ def started(command: Sequence[str], url: str) -> Iterator[LiveServer]:
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:
-    """Ask it to end; kill it if it has not within STOP_S."""
+    """Terminate a server; kill it if it does not end within STOP_S."""
     server.terminate()
     with suppress(subprocess.TimeoutExpired):
         server.wait(STOP_S)
@@ -67,10 +67,10 @@ def stop(server: subprocess.Popen[bytes]) -> None:
 
 
 def cpu_s(supervisor: int) -> dict[str, float]:
-    """User and system time so far, by kind: of its children and theirs. Empty without a /proc."""
-    found: dict[int, tuple[int, str, int]] = {}  # parent, name and ticks, by process id
+    """Return the CPU time of a supervisor's descendants by kind; {} without /proc."""
+    found: dict[int, tuple[int, str, int]] = {}  # parent, name and ticks by process id
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             head, _, tail = path.read_text().rpartition(") ")
             state = tail.split()  # from the third field of proc(5) on
             name = head.partition("(")[2]
@@ -88,7 +88,7 @@ def cpu_s(supervisor: int) -> dict[str, float]:
 def cpu_facts(
     before: Mapping[str, float], after: Mapping[str, float], tokens: int
 ) -> dict[str, float]:
-    """Lines of the table, per token of a run."""
+    """Return the table's lines of CPU time per token of a run."""
     return {
         f"{kind} CPU us per token": 1e6 * (seconds - before.get(kind, 0.0)) / tokens
         for kind, seconds in after.items()

@@ -1,9 +1,9 @@
-"""Files of records: `results/<machine>/records.jsonl`, one entry a line.
+"""Files of records: `results/<machine>/records.jsonl`, one entry per line.
 
-An entry is a record, or a text that another tool printed (a profile, a table of variants). Its id
-is the first eight hex digits of the SHA-256 of its content, so it is the same in every copy. Lines
-are appended and never changed, so `records.jsonl#L12` stays a valid link. Records that cannot be
-repeated (unknown commit, changed tree, failed requests) go to `results/scratch/`, outside git.
+An entry is a record, or the output of another tool (a profile, a table of variants). Its id is the
+first eight hex digits of the SHA-256 of its content, so it is the same in every copy. Lines are
+appended and never changed, so `records.jsonl#L12` stays a valid link. Records that cannot be
+reproduced (unknown commit, changed tree, failed requests) go to `results/scratch/`, outside git.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from nanovllm.config import NOT_JSON, ConfigError
 
 FILE = "records.jsonl"
 SCRATCH = "scratch"
-DIGITS = 8  # of an id
+DIGITS = 8  # length of an id
 ID = re.compile(rf"[0-9a-f]{{{DIGITS}}}")
 
 
 class StoredEntry(
     Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """One line of a file: `record` as it was written, number by number, or `text`."""
+    """One line of a file: `record` as its original bytes, or `text`."""
 
     id: str
     kind: Kind
@@ -44,12 +44,12 @@ class StoredEntry(
 
     @property
     def content(self) -> bytes:
-        """The bytes that the id is the digest of."""
+        """Return the bytes whose digest is the id."""
         return bytes(self.record) or self.text.encode()
 
 
 class EntryPlace(NamedTuple):
-    """Where an entry is: `results/h200-x1/records.jsonl#3f2a9c1b`, which `find` accepts."""
+    """Place of an entry: `results/h200-x1/records.jsonl#3f2a9c1b`, which `find` accepts."""
 
     path: Path
     id: str
@@ -74,7 +74,7 @@ def text_entry(text: str, kind: Kind, name: str) -> StoredEntry:
 
 
 def write(made: Record, results_dir: Path) -> EntryPlace:
-    """Append a record to the file of its machine's kind. One that is there already stays one."""
+    """Append a record to the file of its kind of machine, unless it is already present."""
     entry, path = entry_of(made), folder_of(made, results_dir) / FILE
     append(path, [entry])
     return EntryPlace(path, entry.id)
@@ -100,10 +100,10 @@ def append(path: Path, entries: list[StoredEntry]) -> list[StoredEntry]:
     new = [entry for entry in entries if entry.id not in there]
     lines = b"".join(msgspec.json.encode(entry) + b"\n" for entry in new)
     try:
-        if there and not path.read_bytes().endswith(b"\n"):  # an editor may have removed it
+        if there and not path.read_bytes().endswith(b"\n"):  # removed by an editor
             lines = b"\n" + lines
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab", buffering=0) as file:  # one call: appends of two processes stay whole
+        with path.open("ab", buffering=0) as file:  # one write: concurrent appends do not mix
             file.write(lines)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
@@ -111,7 +111,7 @@ def append(path: Path, entries: list[StoredEntry]) -> list[StoredEntry]:
 
 
 def read(path: Path) -> list[StoredEntry]:
-    """Return the entries in the order of lines. Raise ConfigError that names the file and line."""
+    """Return the entries in the order of lines. Raise ConfigError with the file and line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -126,7 +126,7 @@ def read(path: Path) -> list[StoredEntry]:
 
 
 def record_of(entry: StoredEntry) -> Record:
-    """Return the record of an entry. Raise ConfigError that names the id and the field."""
+    """Return the record of an entry. Raise ConfigError with the id and the field."""
     try:
         return msgspec.json.decode(bytes(entry.record), type=Record)
     except NOT_JSON as error:
@@ -148,9 +148,9 @@ def files(results_dir: Path) -> list[Path]:
 
 
 def find(text: str, results_dir: Path) -> Record:
-    """Return the record that `text` names: an id, FILE.jsonl#ID, or a JSON file with one record.
+    """Return the record given by an id, FILE.jsonl#ID, or a JSON file with one record.
 
-    Raise ConfigError that names the missing file or id.
+    Raise ConfigError with the missing file or id.
     """
     path, _, wanted = text.rpartition("#")
     if ID.fullmatch(text) and not Path(text).exists():
@@ -167,7 +167,7 @@ def find(text: str, results_dir: Path) -> Record:
 
 
 def plot_path(made: Record, results_dir: Path, suffix: str = ".svg") -> Path:
-    """Return the path of a new plot next to the file of its record. It never exists already."""
+    """Return an unused path for a plot next to the file of its record."""
     folder, stem = folder_of(made, results_dir), entry_of(made).name
     folder.mkdir(parents=True, exist_ok=True)
     names = (f"{stem}_{again}" if again > 1 else stem for again in count(1))

@@ -1,7 +1,4 @@
-"""Records of several runs side by side: metric by metric, as a table of ratios, as a plot.
-
-Knows how a record is read, not how it was measured.
-"""
+"""Comparison of records of several runs: metric by metric, as a table of ratios, as a plot."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from nanovllm.bench.record import Record
 from nanovllm.config import ConfigError
 
 RATE, TPOT, TTFT = "output_tokens_per_s", "tpot_p50_ms", "ttft_p50_ms"
-PANELS = {  # of the plot: title and unit
+PANELS = {  # panels of the plot: title and unit
     TPOT: ("Against time per output token", "TPOT p50 (ms)"),
     TTFT: ("Against time to first token", "TTFT p50 (ms)"),
 }
@@ -29,22 +26,22 @@ BETTER: Mapping[str, Literal["higher", "lower"]] = {
     RATE: "higher", TTFT: "lower", "ttft_p99_ms": "lower",
     TPOT: "lower", "tpot_p99_ms": "lower", "e2e_p50_ms": "lower",
 }  # fmt: skip
-EQUAL = 0.005  # ratios this close to 1 are no difference
-LOADS = ("serve", "offline")  # the kinds of record that have throughput and latency
-LOG_ABOVE = 20.0  # an axis whose values differ by more than this factor is logarithmic
-INCHES = (7.0, 4.6)  # of a panel
-# Told apart by colour-blind readers (Okabe and Ito).
+EQUAL = 0.005  # largest distance of a ratio from 1 that counts as equal
+LOADS = ("serve", "offline")  # kinds of records with throughput and latency
+LOG_ABOVE = 20.0  # an axis is logarithmic if its values differ by more than this factor
+INCHES = (7.0, 4.6)  # size of a panel
+# Colours that colour-blind readers can distinguish (Okabe and Ito).
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#999999"]
-LOOKS = [*zip(COLOURS, "osD^vP", strict=False)]  # and by their markers in print
+LOOKS = [*zip(COLOURS, "osD^vP", strict=False)]  # markers distinguish them in print
 
 
-Curves = Mapping[str, Sequence[Record]]  # named after their differences; least load first
+Curves = Mapping[str, Sequence[Record]]  # by their differences; records by increasing load
 
 
 def curves(records: Sequence[Record]) -> tuple[str, Curves]:
-    """What all records share, and curves of those that differ in concurrency or rate alone.
+    """Return the common properties of records, and curves of records that differ in load only.
 
-    Raises ConfigError for records without a load.
+    Raise ConfigError for records without a load.
     """
     for record in records:
         if record.kind not in LOADS:
@@ -53,7 +50,7 @@ def curves(records: Sequence[Record]) -> tuple[str, Curves]:
     own = [" ".join(one for one in changes(record) if one not in common) for record in records]
     keys = pd.DataFrame(map(facts, records)).assign(changed=[one or "unchanged" for one in own])
     loaded = keys.assign(load=[intensity(record)[0] for record in records])
-    again = loaded.groupby([*loaded]).cumcount() + 1  # the same measured twice is two curves
+    again = loaded.groupby([*loaded]).cumcount() + 1  # repeated measurements are separate curves
     keys["run"] = "run " + again.astype(str)
     differing = [name for name in keys if keys[name].nunique() > 1]
     shared = [keys[name][0] for name in keys if name not in (*differing, "changed", "run")]
@@ -67,7 +64,7 @@ def curves(records: Sequence[Record]) -> tuple[str, Curves]:
 
 
 def facts(record: Record) -> dict[str, str]:
-    """What a curve has in common."""
+    """Return the properties that all records of a curve share."""
     load = record.workload
     if "input_len" in load:
         lengths, forms = f"{load['input_len']} + {load['output_len']}", load["name"].split("-")[1:]
@@ -85,12 +82,12 @@ def facts(record: Record) -> dict[str, str]:
 
 
 def changes(record: Record) -> list[str]:
-    """What was altered in the recipe."""
+    """Return the changes of the recipe as KEY=VALUE."""
     return [f"{key}={value}" for key, value in record.altered.items()]
 
 
 def intensity(record: Record) -> tuple[str, float]:
-    """`64` requests in flight, or `2.5/s` arriving."""
+    """Return the load: `64` requests in flight, or `2.5/s` arrivals."""
     rate = record.workload.get("request_rate")
     if rate is not None:
         return f"{rate:g}/s", float(rate)
@@ -99,7 +96,7 @@ def intensity(record: Record) -> tuple[str, float]:
 
 
 def table(shared: str, found: Curves) -> str:
-    """Per load, every curve's speed and its ratio to the first curve of that load and work."""
+    """Return a table with each curve's speed and its ratio to the first curve, by load and work."""
     columns = ((RATE, "tok/s"), (TPOT, "TPOT p50 ms"), (TTFT, "TTFT p50 ms"))
     head = " ".join(f"{title:>12} {'ratio':>6}" for _, title in columns)
     lines = [shared, f"{'load':>6} {head}"]
@@ -117,14 +114,14 @@ def table(shared: str, found: Curves) -> str:
 
 
 def missing() -> str | None:
-    """Why nothing can be drawn, or None."""
+    """Return the reason why plots are impossible, or None."""
     return None if find_spec("matplotlib") else "plots need matplotlib: pip install nanovllm[plot]"
 
 
 def draw(path: Path, shared: str, found: Curves) -> None:
-    """Throughput against both latencies; points are labelled with their loads.
+    """Plot throughput over both latencies, with loads as labels of points.
 
-    Raises ConfigError as `save` does, or when there is nothing to draw.
+    Raise ConfigError like `save`, or if no record has latencies.
     """
     runs = pd.DataFrame(
         {"curve": name, "load": intensity(record)[0], **record.metrics}
@@ -136,7 +133,7 @@ def draw(path: Path, shared: str, found: Curves) -> None:
         raise ConfigError(f"no record has {TPOT} or {TTFT}: nothing to plot")
     figure = new_figure(INCHES[0] * len(panels), INCHES[1] + 0.25 * len(found))
     figure.suptitle(f"Throughput against latency: {shared}")
-    looks = dict(zip(found, cycle(LOOKS), strict=False))  # the same in every panel
+    looks = dict(zip(found, cycle(LOOKS), strict=False))  # the same in all panels
     for at, metric in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), at + 1)
         title, unit = PANELS[metric]
@@ -154,7 +151,7 @@ def draw(path: Path, shared: str, found: Curves) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:  # noqa: ANN401
-    """An empty one, in inches. Raises ConfigError where nothing can be drawn."""
+    """Return an empty figure; sizes are inches. Raise ConfigError without matplotlib."""
     if problem := missing():
         raise ConfigError(problem)
     from matplotlib.figure import Figure
@@ -163,11 +160,11 @@ def new_figure(width: float, height: float) -> Any:  # noqa: ANN401
 
 
 def save(figure: Any, path: Path) -> None:  # noqa: ANN401
-    """An SVG, PNG or PDF, by the path's suffix. Raises ConfigError when it cannot be written."""
+    """Save an SVG, PNG or PDF, by the suffix. Raise ConfigError if it cannot be written."""
     import matplotlib
 
     try:
-        with matplotlib.rc_context({"svg.fonttype": "none"}):  # words stay words
+        with matplotlib.rc_context({"svg.fonttype": "none"}):  # text instead of outlines
             figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:  # no such folder, or no such format
         raise ConfigError(f"--plot {path}: {error}") from None
@@ -178,20 +175,20 @@ def scale(values: Sequence[float]) -> str:
 
 
 def plot_path(records: Sequence[Record], results_dir: Path, name: str) -> Path:
-    """Return the path of a new plot of these records, named after the first of them."""
+    """Return the path of a new plot, with the name of the first record."""
     first = records[0]
     return store.plot_path(replace(first, workload=first.workload | {"name": name}), results_dir)
 
 
 def command(records: Sequence[Record], results_dir: Path) -> str:
-    """Return the command that prints the table of these records again."""
+    """Return the command that prints these records' table again."""
     ids = " ".join(store.entry_of(record).id for record in records)
     folder = "" if results_dir == Path("results") else f" --results-dir {results_dir}"
     return f"nanovllm bench --compare {ids}{folder}"
 
 
 def compare(a: Record, b: Record) -> str:
-    """Return the differences of two records: six rows that matter most, then every metric."""
+    """Return the differences of two records: six main metrics, then all metrics."""
     lines = [f"A  {_origin(a)}", f"B  {_origin(b)}"]
     for label, left, right in (
         ("changed.", a.changed, b.changed),

@@ -1,7 +1,7 @@
 """Seeded loads: token prompts for the engine, text prompts and arrival times for a server.
 
-Knows neither HTTP nor the engine. The offline shapes are the ones other engines were measured on:
-same generator, same seed, therefore the same token ids.
+The offline shapes are those of other engines' measurements. With the same generator and seed, token
+ids are the same.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from nanovllm.wire import Sampling
 MAX_PROMPT_ID = 10_000
 SHAPES = {  # requests, prompt tokens, output tokens
     "bs1": (1, 128, 512), "bs64": (64, 1024, 256), "bs256": (256, 128, 256),
-    # The last two as other engines were measured over several GPUs.
+    # The last two are those of other engines' measurements over several GPUs.
     "prefill": (16, 4000, 1), "bs1-256": (1, 128, 256), "bs256-128": (256, 128, 128),
 }  # fmt: skip
 OFFLINE_NAMES = ("w1", "w1-top", *SHAPES)
 FOLDER = Path(__file__).parent
 RECORDS = msgspec.json.decode((FOLDER / "records.json").read_bytes())
 LEAD = "Words:"
-# Short and common, so that most tokenizers spend one token on each.
+# Short, common words, which most tokenizers encode as one token each.
 WORDS = tuple((FOLDER / "words.txt").read_text().split())
 
 
 class TokenLoad(Struct, frozen=True):
-    """Requests that are all submitted at once, and may not stop early."""
+    """Requests that are submitted at once and do not stop early."""
 
     name: str
     prompts: list[list[int]]
@@ -40,15 +40,15 @@ class TokenLoad(Struct, frozen=True):
     sampling: Sampling
 
     def warm_up(self, seed: int, vocab_size: int) -> TokenLoad:
-        """Other prompts of the same shapes with short outputs that end at as different times."""
+        """Return other prompts of the same shapes. Outputs are short, with the same spread."""
         other = token_load(self.name, seed=seed, vocab_size=vocab_size)
         return replace(other, outputs=[1 + num // 32 for num in other.outputs])
 
 
 def token_load(name: str, *, seed: int, vocab_size: int) -> TokenLoad:
-    """One of OFFLINE_NAMES. Ids wrap around in vocabularies below 10,001 tokens.
+    """Return one of OFFLINE_NAMES. Ids wrap around in vocabularies below 10,001 tokens.
 
-    "w1-top" is "w1" cut as Qwen3's own generation_config.json asks for.
+    "w1-top" is "w1" with top_k and top_p of Qwen3's generation_config.json.
     """
     rng = Random(seed)
     sampling = Sampling(temperature=0.6 if name.startswith("w1") else 0.0)
@@ -69,19 +69,19 @@ def token_load(name: str, *, seed: int, vocab_size: int) -> TokenLoad:
 
 
 class Workload(Struct, frozen=True, kw_only=True):
-    """What a server is asked. Exactly one of `concurrency` and `request_rate` is set."""
+    """A load for a server. Exactly one of `concurrency` and `request_rate` is set."""
 
     num_prompts: int
     input_len: int  # tokens, chat template included
     output_len: int
     range_ratio: float = 0.0  # lengths are uniform in [(1 - ratio) * len, (1 + ratio) * len]
-    concurrency: int | None = None  # closed loop: so many requests in flight, always
-    request_rate: float | None = None  # open loop: so many arrivals a second, come what may
-    burstiness: float = 1.0  # shape of the gamma-distributed gaps: 1 is Poisson, below is burstier
+    concurrency: int | None = None  # closed loop: constant number of requests in flight
+    request_rate: float | None = None  # open loop: arrivals per second, regardless of progress
+    burstiness: float = 1.0  # shape of the gamma-distributed gaps: 1 is Poisson, less is burstier
     seed: int = 0
     temperature: float = 0.6
     ignore_eos: bool = True
-    structured: bool = False  # every answer follows RECORDS, which no output length gets to end
+    structured: bool = False  # every answer follows the schema RECORDS
 
     @property
     def name(self) -> str:
@@ -90,7 +90,7 @@ class Workload(Struct, frozen=True, kw_only=True):
         return f"{name}-structured" if self.structured else name
 
     def warm_up(self, count: int) -> Workload:
-        """`count` other prompts of the same lengths with at most 16 output tokens, closed loop."""
+        """Return a closed loop of `count` other prompts, with at most 16 output tokens each."""
         return replace(
             self,
             num_prompts=count,
@@ -102,24 +102,24 @@ class Workload(Struct, frozen=True, kw_only=True):
 
 
 class Wording:
-    """Texts of exactly so many prompt tokens, from words whose tokens are known.
+    """Texts of exact numbers of prompt tokens, from words with measured costs.
 
     A text is LEAD and words after it. Every word costs the same in every place, because tokenizers
-    cut text at spaces first.
+    split text at spaces first.
     """
 
     def __init__(self, overhead: int, costs: Mapping[str, int]) -> None:
-        """`overhead`: tokens of a prompt that is LEAD alone, chat template included."""
+        """`overhead` is the number of tokens of LEAD alone, including the chat template."""
         self.overhead = overhead
         self._costs = costs
-        self._fitting: list[list[str]] = [[]]  # by the tokens that are left: words that may follow
+        self._fitting: list[list[str]] = [[]]  # words that may follow, by remaining tokens
 
     def reaches(self, num_tokens: int) -> bool:
-        """Whether any text has so many tokens."""
+        """Return whether a text with `num_tokens` prompt tokens exists."""
         return num_tokens > self.overhead and bool(self._words_for(num_tokens - self.overhead))
 
     def text(self, rng: Random, num_tokens: int) -> str:
-        """A message whose prompt has so many tokens, if its words can make up that length."""
+        """Return a message whose prompt has `num_tokens` tokens. `reaches` must be True."""
         left, words = num_tokens - self.overhead, [LEAD]
         while left:
             words.append(rng.choice(self._words_for(left)))
@@ -127,7 +127,7 @@ class Wording:
         return " ".join(words)
 
     def _words_for(self, left: int) -> list[str]:
-        """Those after which the rest can be made of words again, or nothing is left."""
+        """Return the words after which the remaining tokens can be reached."""
         fitting = self._fitting
         while len(fitting) <= left:
             rests = ((word, len(fitting) - cost) for word, cost in self._costs.items())
@@ -137,26 +137,26 @@ class Wording:
 
 
 def chat_body(load: Workload, model: str, text: str) -> dict[str, object]:
-    """What makes the prompt of a request, and how its tokens are chosen."""
+    """Return the fields of a request for its prompt and sampling."""
     body: dict[str, object] = {
         "model": model,
         "messages": [{"role": "user", "content": text}],
         "temperature": load.temperature,
         "ignore_eos": load.ignore_eos,
     }
-    if load.structured:  # without a thought before it, which follows no schema
+    if load.structured:  # without thinking, which does not follow the schema
         body["response_format"] = {"type": "json_schema", "json_schema": RECORDS}
         body["chat_template_kwargs"] = {"enable_thinking": False}
-        del body["ignore_eos"]  # the schema says where an answer may end
+        del body["ignore_eos"]  # the schema determines the end of an answer
     return body
 
 
 def chat_bodies(
     load: Workload, model: str, text: Callable[[Random, int], str], *, counted: bool = False
 ) -> list[bytes]:
-    """Return the JSON bodies of a run. `text` makes a text of a number of prompt tokens.
+    """Return the JSON bodies of a run. `text` returns a text with a number of prompt tokens.
 
-    `counted`: every chunk comes with the number of tokens so far.
+    With `counted`, each chunk has the number of tokens up to it.
     """
     options = {"include_usage": True} | ({"continuous_usage_stats": True} if counted else {})
     rng = Random(load.seed)
@@ -173,7 +173,7 @@ def chat_bodies(
 
 
 def arrivals(load: Workload) -> list[float]:
-    """Seconds after the start at which each request is due; empty for a closed loop."""
+    """Return the due time of each request in seconds; [] for a closed loop."""
     if load.request_rate is None:
         return []
     rng = Random(f"arrivals {load.seed}")
