@@ -1,4 +1,4 @@
-"""The command line: its commands by name, imported on first use. Imports no torch."""
+"""The command line: commands by name, imported on first use. The module does not import torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMANDS = {
 }
 
 
-# Commands of others and their counterparts here.
+# Commands of other projects, and their counterparts here.
 ELSEWHERE = {
     **dict.fromkeys(("run", "start", "launch", "launch_server", "server", "api_server"),
                     "`nanovllm serve MODEL` serves a model."),
@@ -36,7 +36,7 @@ ELSEWHERE = {
 
 
 class UnknownCommand(click.ClickException):
-    """A first argument that is no command. The message lists the commands, one a line."""
+    """The first argument is not a command. The message lists the commands, one per line."""
 
 
 class LazyGroup(click.Group):
@@ -52,7 +52,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Raise UnknownCommand if the first argument is none of them."""
+        """Raise UnknownCommand if the first argument is not a command."""
         if (name := args[0]) in COMMANDS or name.startswith("-"):
             return super().resolve_command(ctx, args)
         near = difflib.get_close_matches(name, COMMANDS, 1)
@@ -72,8 +72,8 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line. A user's mistake is one message and exit code 2, not a traceback."""
-    for fd in range(3):  # a closed descriptor would become the next file or socket that is opened
+    """Run the command line. A user error prints one message, and the exit code is 2."""
+    for fd in range(3):  # otherwise the next opened file or socket would get a closed number
         try:
             os.fstat(fd)
         except OSError:
@@ -84,7 +84,7 @@ def main() -> None:
         said = str(error)
         if isinstance(error, UnknownCommand):
             said = error.message
-        elif isinstance(error, click.ClickException):  # click's message may have several lines
+        elif isinstance(error, click.ClickException):  # its message may have several lines
             said = " ".join(error.format_message().split())
         click.echo(f"error: {said}", err=True)
         sys.exit(2)

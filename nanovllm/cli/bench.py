@@ -38,11 +38,10 @@ from nanovllm.watch import TICK_S
 
 DEFAULT_CONCURRENCY = 8
 DEFAULT_URL = "http://127.0.0.1:8000"
-BUSY = 0.9  # share of a run on the CPU above which a client process may be what limits it
+BUSY = 0.9  # CPU time / wall time above which a client process may be the bottleneck
 
 
-# The command line by the options' names, as click has converted it: a load, and its server.
-# num_prompts is 0 where it is not given.
+# Values of the command line by option, converted by click. num_prompts is 0 if it is not given.
 Options = SimpleNamespace
 
 OF_A_SERVER = ("url", "served_by", "sweep", "goodput", "processes")
@@ -54,7 +53,7 @@ COUNT, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 SHARE = click.FloatRange(0, 1, max_open=True)
 GOAL = re.compile(r"(ttft|tpot|e2el):(\d+(?:\.\d+)?)")
-SUBCOMMANDS = ("serve", "throughput", "latency", "sweep", "startup")  # of vLLM's bench
+SUBCOMMANDS = ("serve", "throughput", "latency", "sweep", "startup")  # those of vLLM's bench
 
 
 SERVED, LOAD, ANSWERS, OUTPUT = "Server", "Load", "Answers", "Results"
@@ -141,11 +140,11 @@ def load_options(function: Function) -> Function:
 @click.argument("more", nargs=-1)
 @click.pass_context
 def bench(ctx: click.Context, /, **given: object) -> None:
-    """Measure a server that is running, or with --start or --offline one of RECIPE.
+    """Measure a running server, or RECIPE with --start or --offline.
 
-    A table is printed and a record is written. With --compare, records of earlier runs are
-    compared: nanovllm bench --compare 3f2a9c1b 77d0e4a2. An id is looked up in --results-dir; a
-    file with one record stands for itself.
+    A table is printed and a record is written. With --compare, earlier records are compared, as in
+    nanovllm bench --compare 3f2a9c1b 77d0e4a2. Ids are looked up in --results-dir. A record may
+    also be given by a file that contains it.
 
     Exit code 1: more than 1 % of the requests failed.
     """
@@ -155,15 +154,15 @@ def bench(ctx: click.Context, /, **given: object) -> None:
         compare(options, typed)
         return
     check(options, typed)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what we started is stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that started processes are ended
     extras = [(), *(tuple(text.split(",")) for text in options.ablate)]
-    configs = [engine_config(options, extra) for extra in extras]  # before anything is measured
+    configs = [engine_config(options, extra) for extra in extras]  # checked before measurements
     records: list[record.Record] = []
     died = 0
     for config in configs:
         try:
             run(options, config, records)
-        except (launch.EngineDied, NotStarted, OSError) as error:  # files that cannot be, say
+        except (launch.EngineDied, NotStarted, OSError) as error:  # OSError: unwritable files
             click.echo(f"error: {error}", err=True)
             died += 1
     if len(records) > 1 and (options.ablate or options.sweep):
@@ -185,7 +184,7 @@ def conclude(options: Options, records: Sequence[record.Record]) -> None:
 
 
 def compare(options: Options, typed: Sequence[str]) -> None:
-    """Two records metric by metric, more of them load by load."""
+    """Print two records metric by metric, or more of them load by load."""
     for name in typed:
         if name not in ("recipe", "more", "compare", "plot", "results_dir"):
             raise ConfigError(f"--compare measures nothing; {flags_of(typed)[name]} has no effect")
@@ -208,7 +207,7 @@ def show_plot(path: Path, shared: str, found: sweep.Curves) -> None:
 
 
 def check(options: Options, typed: Sequence[str]) -> None:
-    """Refuse combinations that would otherwise be silently ignored."""
+    """Raise ConfigError for options without effect in the given combination."""
     own_engine, flags = options.offline or options.start, flags_of(typed)
     own_recipe = own_engine or options.recipe is not None
     for name in typed:
@@ -257,7 +256,7 @@ def flags_of(typed: Sequence[str]) -> dict[str, str]:
 
 
 def engine_config(options: Options, extra: Sequence[str]) -> Config | None:
-    """The config of the engine to measure, as far as it is known. `extra`: an ablation."""
+    """Return the config of the engine to measure; None if unknown. `extra` is an ablation."""
     if not (options.offline or options.start or options.recipe is not None):
         return None
     names = (*OF_THE_RECIPE[1:], *["api_key"] * options.start)
@@ -269,8 +268,10 @@ def engine_config(options: Options, extra: Sequence[str]) -> Config | None:
 
 
 def run(options: Options, config: Config | None, records: list[record.Record]) -> None:
-    """Measure, print, write: one run, or one for each workload or concurrency. `records` gets
-    theirs, also where a later one fails."""
+    """Measure, print and write one run, or one for each workload or concurrency.
+
+    Records are appended to `records`, so that they remain if a later run fails.
+    """
     if config is not None and options.offline:
         begin = time.perf_counter()
         with launch.engine_processes(config) as (paths, fleet):
@@ -283,7 +284,7 @@ def run(options: Options, config: Config | None, records: list[record.Record]) -
             )))  # fmt: skip
             return
     key = config.recipe.server.api_key if config is not None else given_api_key()
-    loads, goals_ms = loads_of(options), goals_of(options.goodput)  # before a server starts
+    loads, goals_ms = loads_of(options), goals_of(options.goodput)  # checked before the start
     with server_of(options, config) as (url, server):
         outcomes = (online.measure_server(
             load, config, url=url, server=server, command=options.served_by,
@@ -295,7 +296,7 @@ def run(options: Options, config: Config | None, records: list[record.Record]) -
 
 
 async def while_alive(fleet: Fleet, measuring: Coroutine[Any, Any, None]) -> None:
-    """Raises EngineDied once a rank has ended, or hangs, which others would wait for."""
+    """Await `measuring`. Raise EngineDied if a rank ends or hangs meanwhile."""
     task = asyncio.create_task(measuring)
     while not (why := fleet.lost(restarts=False)):
         await asyncio.sleep(TICK_S)
@@ -306,7 +307,7 @@ async def while_alive(fleet: Fleet, measuring: Coroutine[Any, Any, None]) -> Non
 
 @contextmanager
 def server_of(options: Options, config: Config | None) -> Iterator[tuple[str, LiveServer | None]]:
-    """The address of the server to drive, and its process if it is ours, until the block ends."""
+    """Yield the server's address, and its process if it is started here, for the block."""
     if config is None or not options.start:
         yield options.url or DEFAULT_URL, None
         return
@@ -346,7 +347,7 @@ def publish(options: Options, outcome: Outcome) -> record.Record:
 
 
 def loads_of(options: Options) -> list[Workload]:
-    """No two of a sweep send the same prompts, which would find their pages cached."""
+    """Return the loads. Those of a sweep have different prompts, which are thus not cached."""
     seeds: dict[int | None, int] = {options.concurrency: options.seed}
     if options.sweep is not None:
         seeds = {count: options.seed + count for count in numbers("--sweep", options.sweep)}

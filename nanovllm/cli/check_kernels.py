@@ -1,7 +1,7 @@
-"""`nanovllm check-kernels`: every kernel, every case, against its reference; on a GPU also timed.
+"""`nanovllm check-kernels`: compare all kernels with their references, and time them on a GPU.
 
-Without a GPU the small cases run in Triton's interpreter, on all cores, and kernels in CuTe DSL are
-compiled for Hopper, but not run. With `--tp N` kernels that work across N GPUs run instead.
+Without a GPU the small cases run in Triton's interpreter, on all cores. Kernels in CuTe DSL are
+then compiled for Hopper, but not run. With `--tp N` only kernels across N GPUs run.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
     import torch
     from nanovllm_kernels.timing import Ceilings
 
-INTERPRETER_SLACK = 2.0  # it truncates where a GPU rounds
+INTERPRETER_SLACK = 2.0  # factor of tolerances, since the interpreter truncates instead of rounding
 MOST_PROCESSES = 8
 
 
 class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one case gave. Shares are of this card's own copy or matmul speed, or of the link's."""
+    """Result of one case. Shares refer to this GPU's measured copy, matmul or link speed."""
 
     kernel: str
     case: str
-    worst: float | None = None  # error as a share of what is allowed; None: not a number
-    skipped: str = ""  # why it was not checked
+    worst: float | None = None  # maximum error / tolerance; None: NaN or infinite
+    skipped: str = ""  # reason why it was not checked
     problem: str = ""
     us: float | None = None
-    nccl_us: float | None = None  # between ranks: how long NCCL takes
+    nccl_us: float | None = None  # time of NCCL, for kernels between ranks
     tb_per_s: float | None = None
     tflops: float | None = None
     share: float | None = None
@@ -95,7 +95,7 @@ def check_kernels(names: tuple[str, ...], path: Path | None, quick: bool, tp: in
     """
     began, limits = datetime.now(UTC), None
     if tp == 1 and lacks_gpu("auto") is not None:
-        interpret()  # before torch is imported, which takes seconds
+        interpret()  # before the import of torch, which takes seconds
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -118,7 +118,7 @@ def check_kernels(names: tuple[str, ...], path: Path | None, quick: bool, tp: in
     results = []
     for result in found:
         results.append(result)
-        tqdm.write(line(result))  # above the bar, where there is one
+        tqdm.write(line(result))  # above the progress bar, if there is one
     failed = sum(not result.passed and not result.skipped for result in results)
     skipped = sum(bool(result.skipped) for result in results)
     click.echo(
@@ -138,11 +138,11 @@ def check_kernels(names: tuple[str, ...], path: Path | None, quick: bool, tp: in
 
 
 def interpret() -> None:
-    """Run the command again in a process with Triton's interpreter, and end this one; once."""
+    """Run the command again in a process with Triton's interpreter, and exit with its code."""
     import triton
 
     if not triton.knobs.runtime.interpret:
-        # Triton decides when it is imported whether it interprets.
+        # Triton reads the setting when it is imported.
         click.echo("no CUDA device: small cases in Triton's interpreter, nothing is timed")
         again = ["env", "TRITON_INTERPRET=1", "CUTE_DSL_ARCH=sm_90a", sys.executable, "-m"]
         sys.exit(subprocess.run([*again, "nanovllm", *sys.argv[1:]], check=False).returncode)
@@ -163,7 +163,7 @@ def on_all_cores(names: Sequence[str], quick: bool) -> Iterator[Result]:
 def check_in_process(name: str, quick: bool) -> list[Result]:
     import torch
 
-    torch.set_num_threads(1)  # the other cores have processes of their own
+    torch.set_num_threads(1)  # other cores run other processes
     use_folder(cache_dir())
     return [*check_one(name, torch.device("cpu"), None, quick)]
 
@@ -174,7 +174,10 @@ def few(cases: Sequence[Any]) -> list[Any]:
 
 
 def across_gpus(tp: int, names: tuple[str, ...], quick: bool) -> Iterator[Result]:
-    """Raises ConfigError if there are not so many, or `names` are given, of kernels for one."""
+    """Check the kernels across `tp` GPUs.
+
+    Raise ConfigError if there are fewer GPUs, or if `names` of one-GPU kernels are given.
+    """
     import torch
     from nanovllm_kernels.peer_cases import check_ranks
 
@@ -190,7 +193,7 @@ def across_gpus(tp: int, names: tuple[str, ...], quick: bool) -> Iterator[Result
 def check_one(
     name: str, device: torch.device, limits: Ceilings | None, quick: bool
 ) -> Iterator[Result]:
-    """It may be compiled, or run against its reference, or both."""
+    """Compile a kernel, compare it with its reference, or both."""
     try:
         if name in COMPILED:
             yield compile_one(name)
@@ -211,7 +214,7 @@ def compile_one(name: str) -> Result:
     began, (_, arguments) = time.monotonic(), COMPILED[name]
     try:
         compiles = resolve({name: path for name, (path, _) in COMPILED.items()}, name)
-        getattr(compiles, "compiles", compiles)(*arguments)  # anew, not from the disk
+        getattr(compiles, "compiles", compiles)(*arguments)  # bypasses the cache on disk
     except ModuleNotFoundError:
         raise
     except Exception as error:
@@ -232,7 +235,7 @@ def check_case(kernel: Any, case: Any, device: torch.device, limits: Ceilings | 
             return base
         return replace(base, **asdict(time_case(kernel, case, device, limits)))
     except Exception as error:
-        # One kernel that does not compile must not hide what the others do.
+        # A kernel that does not compile must not hide the results of others.
         return replace(base, problem=f"{type(error).__name__}: {error}")
 
 

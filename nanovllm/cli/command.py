@@ -1,4 +1,4 @@
-"""Click classes of all commands: options in groups, an example, answers to others' options."""
+"""Click classes of all commands: grouped options, an example, hints for other servers' options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanovllm.cli import other_flags
 from nanovllm.config import ConfigError
 
 Function = Callable[..., Any]
-OTHERS = "Options"  # the group of options that name none
+OTHERS = "Options"  # group of options without one
 
 
 class GroupedOption(click.Option):
@@ -33,7 +33,7 @@ def option(*names: str, group: str = OTHERS, **settings: Any) -> Callable[[Funct
 class Command(click.Command):
     """A command whose help ends with an example.
 
-    `others`: options of other servers, which are refused with their counterparts here.
+    `others` are options of other servers, which are refused with their counterparts here.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Command(click.Command):
             line = None if isinstance(param, click.Argument) else param.get_help_record(ctx)
             if line is not None:
                 groups.setdefault(getattr(param, "group", OTHERS), []).append(line)
-        groups[OTHERS] = groups.pop(OTHERS)  # the last one: `--help` is there
+        groups[OTHERS] = groups.pop(OTHERS)  # last; it contains `--help`
         for title, lines in groups.items():
             with formatter.section(title):
                 formatter.write_dl(lines)
@@ -78,10 +78,10 @@ class Command(click.Command):
 
 
 def options_of(args: Sequence[str], own: dict[str, bool]) -> Iterator[tuple[str, str | None]]:
-    """Yield the options of a command line that are not `own`, each with its value if it has one.
+    """Yield the options of a command line that are not in `own`, each with its value or None.
 
-    `own`: this command's options, and if they take a value. One dash and several letters is one
-    option, as in `-tp 2`.
+    `own` maps this command's options to True if they take a value. A dash with several letters is
+    one option, as in `-tp 2`.
     """
     at = 0
     while at < len(args) and args[at] != "--":

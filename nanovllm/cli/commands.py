@@ -1,7 +1,6 @@
-"""The commands that take a recipe and little else, and what every command shares.
+"""Commands that take a recipe and few options, and functions shared by all commands.
 
-Starting any of them, or `nanovllm --help`, imports no torch before it is needed. Not how anything
-is measured.
+Commands and `nanovllm --help` import torch only when it is needed.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ RECIPE_KEYS = {
 
 
 class NewFile(click.Path):
-    """A file to write, or with `dir_okay` a folder. Refused before anything is measured."""
+    """A file to write, or with `dir_okay` a folder. Checked before measurements start."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Path:  # noqa: ANN401
         path = Path(value)
@@ -59,7 +58,7 @@ def recipe_options(
 ) -> Function:
     """Add RECIPE, --set, --device, --tp, --dp and --load-format to a command.
 
-    `tp`: another option in place of --tp. `model`: also --model, another way to give RECIPE.
+    `tp` is another option in place of --tp. With `model`, add --model as an alias of RECIPE.
     """
 
     @wraps(function)
@@ -104,18 +103,18 @@ def recipe_options(
 
 
 def named(recipe: str | None) -> str:
-    """Return RECIPE, or without one the recipe of the embedded demo model."""
+    """Return RECIPE, or the recipe of the embedded demo model if there is none."""
     return recipe if recipe is not None else str(recipes.shipped()["demo"])
 
 
 def config_of(recipe: str | None, overrides: Sequence[str], **flags: object) -> Config:
-    """Return the config of RECIPE. `flags`: by the names of RECIPE_KEYS."""
+    """Return the config of RECIPE. `flags` are named like the keys of RECIPE_KEYS."""
     keys = {RECIPE_KEYS[name]: flags[name] for name in flags}
     return load_config(named(recipe), overrides, keys, check_config)
 
 
 def numbers(flag: str, text: str) -> tuple[int, ...]:
-    """`1,4,16`, none of them twice. Raises ConfigError that names the flag."""
+    """Return the distinct numbers in `1,4,16`. Raise ConfigError with the flag otherwise."""
     found = tuple(map(int, re.findall(r"\d{1,9}", text)))
     if not re.fullmatch(r"[1-9]\d{0,8}(, ?[1-9]\d{0,8})*", text) or len({*found}) < len(found):
         raise ConfigError(f"{flag} {text}: write numbers from 1, none twice, as in 1,4,16,64")
@@ -123,7 +122,7 @@ def numbers(flag: str, text: str) -> tuple[int, ...]:
 
 
 def write_record(path: Path | None, began: datetime, **fields: Any) -> None:  # noqa: ANN401
-    """Write a record of what began then and has just ended; nothing without a path."""
+    """Write a record of a measurement from `began` until now; do nothing without a path."""
     if path is not None:
         took_s = (datetime.now(UTC) - began).total_seconds()
         started_at = began.isoformat(timespec="seconds")
@@ -277,7 +276,7 @@ def capture_graphs(load: str | None, path: Path | None, **recipe: Any) -> None: 
     if found.passed_over:
         click.echo(f"attention not chosen: {found.passed_over}")
     rows, graphs = bench.rows_of(load, int(final.schedule.slots)), list[bench.GraphCost]()
-    if reasons := obstacles(final):  # the weights are not loaded
+    if reasons := obstacles(final):  # without loading the weights
         click.echo(f"Nothing is captured: {'; '.join(reasons)}.")
         rows, steps = range(0), dict[str, str | None](all="; ".join(reasons))
     else:
@@ -306,9 +305,9 @@ def capture_graphs(load: str | None, path: Path | None, **recipe: Any) -> None: 
 
 
 def lacks_gpu(device: str) -> str | None:
-    """Return why nothing can run on a GPU; None if it can, as far as this can be seen.
+    """Return the reason why no GPU can be used, or None.
 
-    Looks for device files alone: importing torch takes seconds.
+    Only device files are checked, since importing torch takes seconds.
     """
     if device == "cpu":
         return "device is cpu"

@@ -1,8 +1,7 @@
-"""Options of vLLM and SGLang, each with its counterpart here. Two tables: servers and load.
+"""Options of vLLM and SGLang, each with its counterpart here, for servers and for benchmarks.
 
 The names are those of `vllm serve` 0.33, `vllm bench serve` 0.33, `sglang.launch_server` 0.5.23 and
-some of older versions. README's table is made from the first one by
-`python -m nanovllm.cli.other_flags`.
+some older versions. `python -m nanovllm.cli.other_flags` prints README's table.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from msgspec import Struct
 Kind = Literal["use", "always on", "not offered", "not needed"]
 NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)")  # vLLM's: 8k is 8000, 8K is 8192
 SCALES = {"": 1, "k": 1000, "K": 1 << 10, "m": 1_000_000, "M": 1 << 20}
-HOLE = re.compile(r"\{(\w+)\}")  # in a replacement: stands for the option's value
+HOLE = re.compile(r"\{(\w+)\}")  # placeholder of the option's value in a replacement
 
 
 class Row(Struct, frozen=True):
-    """Options with one answer. `names`: without dashes, but `-tp`; `*` stands for any text."""
+    """Options with one answer. `names` have no dashes, except `-tp`; `*` matches any text."""
 
     names: str
     kind: Kind
-    text: str = ""  # kind "use": what to write, with {N} for a value; else a remark
+    text: str = ""  # kind "use": the replacement, with {N} for a value; otherwise a remark
     note: str = ""  # kind "use": a remark
     values: Mapping[str, str] = {}  # complete answers for some values
 
     def answer(self, value: str | None) -> str:
-        """Return what to do instead of giving the option, with this value if it had one."""
+        """Return the advice for the option, with its value or None."""
         if value is not None and value in self.values:
             return self.values[value]
         if self.kind == "use":
@@ -47,7 +46,7 @@ class Row(Struct, frozen=True):
         return "leave it out" if self.kind == "use" else f"leave it out; {name} is {self.kind}"
 
     def filled_in(self, value: str | None = None) -> str:
-        """Return `text` with an option's value, or without one with the value's name."""
+        """Return `text` with the option's value filled in, or the placeholder's name for None."""
         return HOLE.sub(lambda hole: hole[1] if value is None else converted(value), self.text)
 
     @property
@@ -361,7 +360,7 @@ SERVERS: Table = {
                  "every model has one way to be computed"),
     ),
 }  # fmt: skip
-# A load takes its prompts from nowhere else: random words of exact lengths.
+# The only source of prompts.
 RANDOM = "prompts are random words of exactly --input-len tokens, no two alike"
 BENCH: Table = {
     "Server": (
@@ -407,7 +406,7 @@ BENCH: Table = {
 
 
 def converted(value: str) -> str:
-    """Return a value as it is written here: 8k as 8000, -1 as auto, 0.9 as it is."""
+    """Return a value in the notation of recipes: 8000 for 8k, auto for -1, 0.9 for 0.9."""
     number = NUMBER.fullmatch(value)
     if number is not None and number[2]:
         return str(round(float(number[1]) * SCALES[number[2]]))
@@ -419,7 +418,7 @@ def dashed(name: str) -> str:
 
 
 def find(name: str, table: Table, *, exactly: bool = False) -> Row | None:
-    """Return the row of an option; exact names win over patterns."""
+    """Return the row of an option. Exact names take precedence over patterns."""
     rows = [row for section in table.values() for row in section]
     for matches in (operator.eq,) if exactly else (operator.eq, fnmatchcase):
         for row in rows:
@@ -429,9 +428,9 @@ def find(name: str, table: Table, *, exactly: bool = False) -> Row | None:
 
 
 def answer(typed: str, value: str | None, table: Table) -> str | None:
-    """Return what to do instead of an option; None for one that no table has.
+    """Return the advice for an option; None if the table does not have it.
 
-    Underscores count as dashes, and what follows a dot is a key of the option: vLLM takes both.
+    Underscores count as dashes, and text after a dot is a key of the option. vLLM does the same.
     """
     name = typed.partition(".")[0].replace("_", "-").removeprefix("--")
     plain = name.removeprefix("no-")
@@ -443,7 +442,7 @@ def answer(typed: str, value: str | None, table: Table) -> str | None:
 
 
 def markdown(table: Table = SERVERS, kinds: Sequence[Kind] = ("use", "always on")) -> str:
-    """Return a table of these kinds of rows for README."""
+    """Return a Markdown table of these kinds of rows, for README."""
     rows = [row.in_markdown for section in table.values() for row in section if row.kind in kinds]
     return "\n".join(["| vLLM, SGLang | nanovllm |", "|---|---|", *rows])
 
