@@ -2,12 +2,12 @@
 
     python results/delta.py [--quick]
 
-A GPU is needed. Each line of the output is one choice: decode rows and rows with drafts by
-columns of a band; prompts by the tokens that a program convolves, and by parts, stages and warps
-of the scan. The last lines have the time of each kernel of a prompt. `nanovllm check-kernels
---kernel delta_decode --kernel delta_drafted --kernel delta_prefill` checks the results. The
-fastest choice goes into the constants at the top of kernels/nanovllm_kernels/delta_decode.py and
-delta_prefill.py.
+A GPU is needed. Each line of the output is one choice of constants. For decode rows and rows with
+drafts it is the columns of a band. For prompts it is the tokens that a program convolves, and the
+parts, stages and warps of the scan. The last lines have the time of each kernel of a prompt.
+`nanovllm check-kernels --kernel delta_decode --kernel delta_drafted --kernel delta_prefill` checks
+the results. The fastest choice goes into the constants at the top of
+kernels/nanovllm_kernels/delta_decode.py and delta_prefill.py.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The records of the tables in README.md, made on this machine with random weights. Run it in the project's root:
+# Measure the records of README.md's tables on this machine, with random weights. Run it in the project's root:
 #   results/measure.sh [PART ...]       default parts: online offline kernels ablation sweep
 # Other parts: structured (the first of online), speculation, variants, peers, peers-offline, experts, fp8, latent,
 # hybrid and turns; for several GPUs ranks, lanes, replicas and four. The default parts take 20 minutes on one H200.
-# FLAGS: more flags for every run, as in FLAGS="--results-dir /tmp/results". RECIPES: instead of 0.6B and 8B.
+# FLAGS: further flags of every run, such as FLAGS="--results-dir /tmp/results". RECIPES: replaces 0.6B and 8B.
 # RANKS: number of GPUs, 2 by default. VLLM_PYTHON: an interpreter with vLLM, for peers, peers-offline, experts and four.
 set -uo pipefail
 read -ra flags <<<"${FLAGS:-}"
@@ -18,7 +18,7 @@ online() { # RECIPE STREAMS PROMPT_TOKENS [MORE]
 
 measure() {
     case $1 in
-    structured) # at most 10 % below the same streams without a schema
+    structured) # expected: at most 10 % slower than the same streams without a schema
         online $small 64 1000 --num-prompts 512
         online $small 64 1000 --num-prompts 512 --structured
         ;;
@@ -38,7 +38,7 @@ measure() {
         nanovllm check-kernels --json results
         nanovllm capture-graphs $small --load-format dummy --load 1-512 --json results
         ;;
-    ablation) # the worth of each optimisation, on one machine
+    ablation) # the effect of each optimisation, on one machine
         nanovllm bench --offline $small --workload w1 "${common[@]}" \
             --ablate kernels.cuda_graphs=false --ablate kernels.mixed_graph_tokens=0 --ablate schedule.depth=0 \
             --ablate kernels.skinny_linear=torch \
@@ -57,7 +57,7 @@ measure() {
             done
         done
         ;;
-    variants) # the worth of each kernel above 150 lines that has a replacement, on one machine
+    variants) # the effect of each kernel of more than 150 lines that has a replacement, on one machine
         for recipe in $recipes; do
             for load in w1 bs1 bs64 bs256 prefill; do
                 nanovllm bench --offline $recipe --workload $load "${common[@]}" --ablate kernels.decode=triton \
@@ -73,7 +73,7 @@ measure() {
                 --set parallel.tp=$ranks --set schedule.slots=256
         done
         ;;
-    lanes) # experts over RANKS GPUs, attention by data and by tensor; LAYERS: number of first layers
+    lanes) # experts over RANKS GPUs, attention data-parallel and tensor-parallel; LAYERS: run only the first layers
         local size=${RANKS:-2} layers=()
         [ -n "${LAYERS:-}" ] && layers=(--set "model.num_layers=$LAYERS")
         nanovllm check-kernels --tp $size --json results
@@ -92,13 +92,13 @@ measure() {
             online $large $((256 * count)) 136 --num-prompts $((1024 * count)) --dp $count --set server.workers=4
         done
         ;;
-    peers | peers-offline) # vLLM and nanovllm in turn, one client, the same prompts, ratios and a plot
+    peers | peers-offline) # vLLM and nanovllm in turn, with one client and the same prompts; prints ratios and a plot
         [ "$1" = peers ] && how=online || how=offline
         for recipe in $recipes; do
             python3 results/peers.py $how $recipe ${flags[@]+"${flags[@]}"} || return
         done
         ;;
-    fp8) # block fp8: its kernels; 8B in bf16, with products of many rows only, and with those of few rows
+    fp8) # block fp8: kernels; 8B in bf16, with fp8 products for many rows only, and with those for few rows
         local names="block_fp8_linear block_fp8_experts block_fp8_gated experts_gated norm_quantise few_fp8_linear few_fp8_linear_add few_fp8_norm_linear few_fp8_norm_gate_up few_fp8_quantised"
         timeout 300 nanovllm check-kernels $(printf -- '--kernel %s ' $names) --json "results/fp8-$(date +%F).json"
         for load in bs1 prefill; do
@@ -109,7 +109,7 @@ measure() {
             timeout 100 python3 results/profiled.py "results/scratch/profile-$(basename ${recipe%%.yaml*}).txt" 200 10 bench --offline $recipe --workload bs1 "${common[@]}" --results-dir "$(mktemp -d)"
         done
         ;;
-    experts) # the same for models with experts: chosen by a hash in nanovllm, by random numbers in vLLM
+    experts) # the same for models with experts, which nanovllm chooses by a hash and vLLM at random
         export VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random
         for recipe in ${RECIPES:-recipes/qwen3-30b-a3b.yaml recipes/minimax-m2.yaml}; do
             local first=() # layers that one GPU holds
@@ -119,10 +119,10 @@ measure() {
             python3 results/peers.py offline $recipe ${first[@]+"${first[@]}"} --set experts.routing=uniform ${flags[@]+"${flags[@]}"} || return
         done
         ;;
-    latent) # DeepSeek-R1's first 6 layers on one GPU: kernels, tests, prompts absorbed and expanded, both caches; for vLLM: RECIPES=recipes/deepseek-r1.yaml results/measure.sh experts
+    latent) # DeepSeek-R1's first 6 layers on one GPU: kernels, tests, absorbed and expanded prompts, both caches; with vLLM: RECIPES=recipes/deepseek-r1.yaml results/measure.sh experts
         nanovllm check-kernels --kernel latent_store --kernel latent_decode --kernel latent_decode_cute --json results
         python3 -m pytest -q tests/gpu/test_latent_chunks.py tests/gpu/test_latent.py
-        timeout 100 python3 -m tests.gpu.test_latent_chunks # the chunk sizes from which expanding pays
+        timeout 100 python3 -m tests.gpu.test_latent_chunks # the chunk sizes from which expanding is faster
         timeout 200 python3 results/profiled.py results/scratch/profile-deepseek-r1.txt 100 10 bench --offline recipes/deepseek-r1.yaml --workload bs1-256 "${common[@]}" \
             --set parallel.tp=1 --set model.num_layers=6 --set experts.routing=uniform --results-dir "$(mktemp -d)"
         for load in bs1-256 bs64 bs256-128 prefill; do
@@ -131,11 +131,11 @@ measure() {
                 --ablate schedule.step_tokens=16384 --ablate kernels.decode=triton --ablate cache.dtype=fp8
         done
         ;;
-    turns) # Qwen3-Next whole in fp8 on one GPU: a conversation's second turn of 30,000 tokens, then 1 to 512 streams
+    turns) # all of Qwen3-Next in fp8 on one GPU: a conversation's second turn of 30,000 tokens, then 1 to 512 streams
         python3 results/turns.py recipes/qwen3-next-80b-a3b.yaml --set load.format=dummy --set quantize=fp8 --set parallel.tp=1 --json results
         nanovllm bench --start recipes/qwen3-next-80b-a3b.yaml --sweep 1,8,64,256,512 --input-len 512 --output-len 128 --processes 6 "${common[@]}" --set quantize=fp8 --set parallel.tp=1 --set schedule.slots=512 --set experts.routing=uniform
         ;;
-    hybrid) # Qwen3-Next on one GPU: its kernels, its tests, its first 16 layers in bf16, then all of them in fp8
+    hybrid) # Qwen3-Next on one GPU: kernels, tests, the first 16 layers in bf16, then all layers in fp8
         nanovllm check-kernels --kernel route --kernel delta_decode --kernel delta_drafted --kernel delta_prefill --json results
         python3 -m pytest -o addopts= -q --tb=short tests/gpu/test_hybrid.py
         python3 results/delta.py --quick
@@ -143,7 +143,7 @@ measure() {
             nanovllm bench --offline recipes/qwen3-next-80b-a3b.yaml --workload bs1-256,bs64,bs256-128,prefill "${common[@]}" --set parallel.tp=1 --set experts.routing=uniform --set $how || return
         done
         ;;
-    four) # four H200s: MiniMax-M2 over HTTP and Qwen3-Next, both whole and with vLLM; first layers of R1, by tensor and by data
+    four) # four H200s: all of MiniMax-M2 over HTTP and of Qwen3-Next, also with vLLM; first layers of R1, tensor- and data-parallel
         export VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random VLLM_ALLREDUCE_USE_SYMM_MEM=0
         VLLM_USE_DEEP_GEMM=0 python3 results/peers.py online recipes/minimax-m2.yaml --servers 4 --streams 1,8,64,256 --input-len 512 --output-len 128 \
             --set experts.routing=uniform --also parallel.ep=4 --also parallel.tp=1,parallel.ep=4,schedule.slots=64 ${flags[@]+"${flags[@]}"} || return
@@ -154,7 +154,7 @@ measure() {
                 --set experts.routing=uniform --set server.workers=4 --set "model.num_layers=${LAYERS:-42}" $how || return
         done
         ;;
-    sweep) # one run a concurrency, and a plot
+    sweep) # one run per concurrency, and a plot
         nanovllm bench --start $small --sweep 1,4,16,64,128,256 --input-len 1000 --processes 6 "${common[@]}"
         ;;
     *) echo "no part $1" >&2 && return 2 ;;

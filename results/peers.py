@@ -38,14 +38,14 @@ from nanovllm.bench.workload import TokenLoad, token_load
 from nanovllm.config import DEMO, Config, load_config
 
 NANOVLLM = [sys.executable, "-m", "nanovllm"]
-# Prompts and answers of 100 to 2,000 tokens. Like every rate here, it counts ramp and tail.
+# Prompts and answers of 100 to 2,000 tokens. As for all rates, ramp and tail are counted.
 LENGTHS = ["--input-len", "1050", "--output-len", "1050", "--range-ratio", "0.905"]
 MIXED = ["--concurrency", "64", "--num-prompts", "256", *LENGTHS]
 MOST_PROMPTS = 768
 PREFILL = ["--concurrency", "16", "--num-prompts", "64", "--input-len", "4000", "--output-len", "1"]
 ERROR = re.compile("error|traceback", re.IGNORECASE)
 SHOWN = 15  # last lines of vLLM's log, printed if it fails
-FREED_S = 2.0  # until the memory of a stopped engine is free
+FREED_S = 2.0  # time until the memory of a stopped engine is free
 
 
 def main() -> None:

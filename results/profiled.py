@@ -2,9 +2,9 @@
 
     python results/profiled.py FILE FIRST COUNT bench --offline RECIPE --workload bs1 ...
 
-FILE gets the kernels (on a CPU the operations) of COUNT steps from step FIRST of the engine on:
-time and launches a step by name, the idle time of the GPU, and the kernels in the middle in
-order. FIRST may be several numbers with commas between. The time of a kernel that is launched
+FILE gets the kernels (on a CPU the operations) of COUNT steps from step FIRST of the engine on. It
+has time and launches per step by name, the idle time of the GPU, and the middle kernels in order.
+FIRST may be several numbers separated by commas. The time of a kernel that is launched
 early includes its wait for the previous one. Ignore the rates that the command prints: reading a
 profile takes seconds.
 """

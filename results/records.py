@@ -6,8 +6,9 @@
     python -m results.records links FILE.md ...    make every link to a record or former file right
 
 `add` takes records.jsonl files, JSON files of one record, and with --machine and --kind text files
-that are named <date>_<commit>_<rest>.txt. `links` rewrites links of three forms: a bare id, as in
-`[445](3f2a9c1b)`; a link to a line, whose title is the id; and a path that a record had as a file.
+that are named <date>_<commit>_<rest>.txt. `links` rewrites links of three forms. One is a bare id,
+as in `[445](3f2a9c1b)`. The others are a link to a line, whose title is the id, and the path of a
+former file.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ class Line(NamedTuple):
 
     @property
     def former(self) -> str:
-        """The path of the file that held it until November 2026."""
+        """Return the path of the file that contained the entry until November 2026."""
         suffix = ".json" if self.entry.is_record else ".txt"
         return f"{self.machine}/{self.entry.kind}/{self.entry.name}{suffix}"
 
 
 class Records:
-    """All entries below a folder of results, by id and by former path. Scratch is left out."""
+    """Index of all entries below a folder of results, by id and by former path, without scratch."""
 
     def __init__(self, folder: Path = RESULTS) -> None:
         self.folder = folder.resolve()

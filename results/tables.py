@@ -74,7 +74,7 @@ def is_rate(metric: str) -> bool:
 
 
 class Row:
-    """The cells of a row in Markdown. A cell may use the values of those before it."""
+    """Cells of a row in Markdown. A cell may use the values of earlier cells."""
 
     def __init__(self, line: str, records: Records) -> None:
         self.records = records

@@ -2,13 +2,13 @@
 
     python results/turns.py RECIPE [--set KEY=VALUE ...] [--tokens N] [--rounds N] [--json PATH]
 
-The recipe is served. Each round sends four requests, one after the other, with prompts that no
-other round shares: a first turn of N tokens; a second turn, which is the first, its answer and a
-short question; the second turn again, word for word; and an unrelated prompt of the same length.
-Each request has a time to the first text, and the number of cached tokens in its usage. The
-output and the record have the medians of all rounds. Templates drop the reasoning of earlier
-turns, so the second turn differs from the first where its answer begins, or, if a model always
-reasons, at the end of its prompt.
+The recipe is served. Each round sends four requests, one after another, with prompts that differ
+from those of all other rounds. The first turn has N tokens. The second turn is the first, its
+answer and a short question. It is then repeated word for word. The last request is an unrelated
+prompt of the same length. Each request has a time to the first text, and the number of cached
+tokens in its usage. The output and the record have the medians of all rounds. Templates drop the
+reasoning of earlier turns. The second turn therefore differs from the first at the start of its
+answer. If a model always reasons, it differs at the end of the first prompt.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """vLLM without HTTP, for peers.py. The interpreter needs vLLM and not nanovllm.
 
-The input is {"settings": arguments of LLM, "loads": [[warm-up, load], ...]} from stdin, where a
-load is [prompts as token ids, tokens to generate for each prompt, sampling parameters]. peers.py
-reads the line of the output that begins with RESULT.
+The input from stdin is {"settings": arguments of LLM, "loads": [[warm-up, load], ...]}. A load is
+[prompts as token ids, tokens to generate for each prompt, sampling parameters]. peers.py reads the
+line of the output that begins with RESULT.
 """
 
 from __future__ import annotations

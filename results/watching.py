@@ -2,8 +2,9 @@
 
     python results/watching.py [--rounds N] [--json PATH]
 
-A paper engine (steps at a fixed rate, no model) serves streams. In turn the page is closed, a
-thread polls what the page polls, and, if Chromium is installed, the page is open in it. The
+A paper engine (steps at a fixed rate, no model) serves streams. It is measured with the page
+closed, with a thread that sends the page's polls, and, if Chromium is installed, with the page open
+in it. The
 browser runs at a low priority, because it shares the cores with the server here.
 """
 
