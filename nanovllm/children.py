@@ -40,8 +40,12 @@ STALLS = 6  # a step late by more than this multiple of server.stall_s is stuck
 OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 
 
-def spawn(name: str, config: Config, target: object, *args: object, folder: str = "") -> Child:
-    """Start a child, which dies with this process, and return it with its pipe.
+def spawn(
+    name: str, config: Config, target: object, args: tuple[object, ...] = (), *, folder: str = ""
+) -> Child:
+    """Start a child that runs `target(Word, config, *args)`, and return it with its pipe.
+
+    It dies with this process.
 
     The child starts with interrupts blocked. Thus a Ctrl-C, which a terminal sends to all
     processes, does not end it before it ignores interrupts. This process gets one that arrives
@@ -196,7 +200,14 @@ def run_engine(word: Word, config: Config, place: Place, path: str) -> None:
 
         if config.recipe.parallel.dp > 1:  # other engines serve while this one is replaced
             word.most_late_s = STALLS * config.recipe.server.stall_s
-        main(config, place, Listener(path), 0, word.ready_for_good, word)
+        main(
+            config,
+            place,
+            listener=Listener(path),
+            num_workers=0,
+            ready=word.ready_for_good,
+            supervisor=word,
+        )
     else:
         from nanovllm.engine.ranks import follow
 
@@ -214,4 +225,12 @@ def run_api(
 ) -> None:
     from nanovllm.server.main import run
 
-    run(config, paths, worker, sock, word.ready, word.hear, first_life)
+    run(
+        config,
+        paths,
+        worker,
+        sock,
+        ready=word.ready,
+        hear=word.hear,
+        first_life=first_life,
+    )

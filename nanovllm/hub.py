@@ -88,11 +88,11 @@ def reach(url: str) -> None:
     import asyncio
 
     parts = urlsplit(url)
-    place = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     problem: list[object] = [f"no answer within {CONNECT_S:g} s"]
 
     async def connect() -> None:
-        _, writer = await asyncio.open_connection(*place, happy_eyeballs_delay=0.25)
+        _, writer = await asyncio.open_connection(host, port, happy_eyeballs_delay=0.25)
         problem.clear()
         writer.close()
 

@@ -101,7 +101,7 @@ def start_engine(config: Config, at: int, path: str) -> list[Child]:
     places = places_of(config, tempfile.mkdtemp(dir=folder), at)
     try:
         for place in places:
-            ranks.append(spawn(place.name, config, run_engine, place, path, folder=folder))
+            ranks.append(spawn(place.name, config, run_engine, (place, path), folder=folder))
     except BaseException:
         for process, _ in ranks:
             process.kill()
@@ -119,8 +119,10 @@ def api_processes(config: Config, paths: Sequence[str], sock: socket.socket) -> 
     the listening socket, or are accepted by the others.
     """
     server = config.recipe.server
-    given = config, paths, sock
-    starts = [partial(start_api, *given, itertools.count(), at) for at in range(server.workers)]
+    starts = [
+        partial(start_api, config, paths, sock, lives=itertools.count(), at=at)
+        for at in range(server.workers)
+    ]
     restarts = config.recipe.parallel.restarts
     return Fleet(starts, restarts, alone_s=server.stall_s, even_one=True)
 
@@ -129,8 +131,8 @@ def start_api(
     config: Config, paths: Sequence[str], sock: socket.socket, lives: Iterator[int], at: int
 ) -> list[Child]:
     make_private(folder := os.path.dirname(paths[0]))
-    given = config, run_api, paths, at, sock, next(lives) == 0
-    return [spawn(f"nanovllm-api{at}", *given, folder=folder)]
+    arguments = paths, at, sock, next(lives) == 0
+    return [spawn(f"nanovllm-api{at}", config, run_api, arguments, folder=folder)]
 
 
 def start(fleet: Fleet) -> None:

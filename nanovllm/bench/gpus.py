@@ -37,7 +37,13 @@ def of_data_sheet(
     name: str, gib: float, gb_per_s: float, tflops: float, *, is_hopper: bool = False
 ) -> Gpu:
     """Return a GPU with its expected speeds in whole numbers."""
-    return Gpu(name, gib, round(gb_per_s * REACHED[0]), round(tflops * REACHED[1]), is_hopper)
+    return Gpu(
+        name=name,
+        gib=gib,
+        gb_per_s=round(gb_per_s * REACHED[0]),
+        tflops=round(tflops * REACHED[1]),
+        is_hopper=is_hopper,
+    )
 
 
 CPU = Gpu("CPU", 0.0)  # memory is set by the recipe

@@ -98,17 +98,32 @@ def measure(runner: Runner, load: range) -> Iterator[GraphCost]:
         decode = runner.builder.padded(size, width, runner.slots.max_tokens)
         padding = 1 - sum(fed) / (len(fed) * size) if fed else 0.0
         mode = "FULL/decode" if width == 1 else f"FULL/decode of {width}"
-        runs = partial(runner.forward, decode), partial(runner.graphs.replay, (size, width))
-        graph = compared(runner, mode, size, captured, *runs, spread(runner, size, width))
+        graph = compared(
+            runner,
+            mode=mode,
+            size=size,
+            captured=captured,
+            eager=partial(runner.forward, decode),
+            replay=partial(runner.graphs.replay, (size, width)),
+            num_fed=spread(runner, size, width),
+        )
         yield replace(graph, used=len(fed) / len(load), padding=padding)
     runner.slots.lengths_N //= 2  # so that requests have room for chunks
     for size, piecewise in runner.piecewise.captured.items():
         eager = partial(runner.forward, mixed_rows(runner, size))
-        yield compared(runner, "PIECEWISE/mixed", size, piecewise, eager, partial(eager, size))
+        yield compared(
+            runner,
+            mode="PIECEWISE/mixed",
+            size=size,
+            captured=piecewise,
+            eager=eager,
+            replay=partial(eager, size),
+        )
 
 
 def compared(
     runner: Runner,
+    *,
     mode: str,
     size: int,
     captured: Captured | CapturedPiecewise,
@@ -140,7 +155,16 @@ def mixed_rows(runner: Runner, num_tokens: int) -> StepRows:
         for slot, start in zip(range(num_decodes, filled), starts, strict=False)
     ]
     decodes = np.arange(num_decodes, dtype=np.int32).tobytes()
-    plan = StepPlan(0, [], [], num_decodes, decodes, chunks, runner.slots.max_tokens, [])
+    plan = StepPlan(
+        step=0,
+        admits=[],
+        grants=[],
+        num_decodes=num_decodes,
+        decodes=decodes,
+        chunks=chunks,
+        max_length=runner.slots.max_tokens,
+        masked=[],
+    )
     return runner.builder.rows(plan)
 
 

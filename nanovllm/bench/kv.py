@@ -112,7 +112,15 @@ def profile(
                 said[-1] += f"; computed / measured: taken {taken:.4f}, tokens {tokens:.4f}"
     pinned = fitting[0] if fitting else nearest(config, gpu, lengths)
     return Profile(
-        answer=answer(config.recipe.model, gpu, said, plans, fitting, pinned, lengths),
+        answer=answer(
+            config.recipe.model,
+            gpu,
+            said=said,
+            plans=plans,
+            fitting=fitting,
+            pinned=pinned,
+            lengths=lengths,
+        ),
         title=f"{config.recipe.model} on {gpu.facts}",
         columns={head: numbers(plan, lengths) for head, plan in plans.items()},
         said=said,
@@ -125,6 +133,7 @@ def profile(
 def answer(
     model: str,
     gpu: Gpu,
+    *,
     said: Sequence[str],
     plans: Mapping[str, MemoryPlan],
     fitting: Sequence[MemoryPlan],
@@ -171,10 +180,10 @@ def numbers(plan: MemoryPlan, lengths: Sequence[int]) -> dict[str, float]:
     found = {f"{name}, GiB": num / GIB for name, num in plan.taken.items() if num}
     found["room for the cache, GiB"] = plan.room / GIB
     for group in plan.found.layout.paged:
-        of = f"{len(group.layers)} layers"
-        found[f"key/value heads, {of}"] = group.num_heads
-        found[f"a token, {of}, KiB"] = group.bytes_per_token / 1024
-        found[f"a page, {of}, MiB"] = group.bytes_per_token * plan.found.page_tokens / 2**20
+        layers = f"{len(group.layers)} layers"
+        found[f"key/value heads, {layers}"] = group.num_heads
+        found[f"a token, {layers}, KiB"] = group.bytes_per_token / 1024
+        found[f"a page, {layers}, MiB"] = group.bytes_per_token * plan.found.page_tokens / 2**20
     lanes, ranks = plan.found.mesh.lanes, plan.found.mesh.size * plan.asked.parallel.dp
     found |= plan.split.numbers(lengths, ranks) | {"lanes": lanes, "context": plan.context}
     for length in lengths:

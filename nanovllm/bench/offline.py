@@ -123,7 +123,13 @@ async def run(engine: EngineClient, load: TokenLoad, advance: Advance) -> list[S
     for at, prompt in enumerate(prompts):
         # Without stop ids only the length ends a request.
         sampling = msgspec.structs.replace(load.sampling, seed=at)
-        request = Generate(engine.new_id(), prompt, load.outputs[at], [], sampling)
+        request = Generate(
+            request_id=engine.new_id(),
+            prompt=prompt,
+            max_new=load.outputs[at],
+            stop_ids=[],
+            sampling=sampling,
+        )
         sink = Stopwatch(len(load.prompts[at]), load.outputs[at], finished)
         sinks.append(sink)
         engine.submit(request, sink)

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from nanovllm.bench import client
 from nanovllm.bench.client import Done
@@ -120,7 +121,7 @@ def measure_server(
 
         def send(part: Workload, label: str) -> tuple[Done, dict[str, float]]:
             with bar(part.num_prompts, label) as advance:
-                return run(part, served, api, processes, advance)
+                return run(part, served, api, processes, advance=advance)
 
         if num_warm := (load.concurrency or 8) if warmup is None else warmup:
             send(load.warm_up(num_warm), "warm-up")
@@ -204,11 +205,11 @@ def wording_of(count: Callable[[str], int]) -> Wording:
 
 
 def run(
-    load: Workload, served: ServerFacts, api: _Api, processes: int, advance: Advance
+    load: Workload, served: ServerFacts, api: _Api, processes: int, *, advance: Advance
 ) -> tuple[Done, dict[str, float]]:
     """Send the load from client processes. Return the samples, and maxima of server metrics."""
-    text, due = served.wording.text, arrivals(load)
-    bodies = chat_bodies(load, served.model, text, counted=served.has_drafts)
+    due = arrivals(load)
+    bodies = chat_bodies(load, served.model, served.wording.text, counted=served.has_drafts)
     count = min(processes, load.num_prompts, load.concurrency or processes)
     context = multiprocessing.get_context("spawn")
     shared = client.RunState(context, count)
@@ -216,11 +217,13 @@ def run(
     workers = []
     try:
         for at in range(count):
+            share = client.Share(
+                url=api.url, api_key=api.api_key, bodies=bodies, due_s=[], num_lanes=0
+            )
             if load.concurrency is None:  # each process has its own arrivals
-                part = bodies[at::count], due[at::count], 0
+                share = replace(share, bodies=bodies[at::count], due_s=due[at::count])
             else:  # every process may send every body
-                part = bodies, [], len(range(at, load.concurrency, count))
-            share = client.Share(api.url, api.api_key, *part)
+                share = replace(share, num_lanes=len(range(at, load.concurrency, count)))
             here, there = context.Pipe()
             worker = context.Process(target=client.main, args=(share, shared, there), daemon=True)
             worker.start()

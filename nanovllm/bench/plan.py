@@ -137,10 +137,12 @@ def plan_of(config: Config, gpu: Gpu, size: int, models: Models | None = None) -
     `models` caches the models of earlier plans, for other schedules and lengths of the same recipe.
     Raise ConfigError if the recipe is invalid, or the model cannot be cut over the ranks.
     """
-    asked, given = config.recipe, config if gpu is CPU else with_numbers_of_a_gpu(config)
+    asked = config.recipe
+    given = config if gpu is CPU else with_numbers_of_a_gpu(config)
     found = resolved(given, first_rank(asked.parallel).first_of(size))
-    at, models = (found.mesh, found.max_model_tokens), {} if models is None else models
-    model = models[at] = models.get(at) or found.empty_model(torch.device("meta"))
+    models = {} if models is None else models
+    key = found.mesh, found.max_model_tokens
+    model = models[key] = models.get(key) or found.empty_model(torch.device("meta"))
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     slots = int(found.recipe.schedule.slots)
     taken = {WEIGHTS: weights, STATES: running_bytes(found.layout, found.recipe), LOGPROBS: 0}
@@ -150,12 +152,20 @@ def plan_of(config: Config, gpu: Gpu, size: int, models: Models | None = None) -
         share = int(total * asked.cache.memory_fraction)
         taken |= {
             STEP: step_bytes(found, model, fuses_gate=gpu.is_hopper),
-            OTHERS: CUDA_BYTES + RANKS_BYTES * (size > 1),
+            OTHERS: CUDA_BYTES + (RANKS_BYTES if size > 1 else 0),
             GRAPHS: GIB,
             # For a row in every slot: logits, a float32 copy, and exponentials to be summed.
             LOGPROBS: (found.dtype.itemsize + 4 + 4) * slots * len(model.head.weight),
         }
-    return MemoryPlan(asked, found, model, gpu, share, total - share, taken)
+    return MemoryPlan(
+        asked=asked,
+        found=found,
+        model=model,
+        gpu=gpu,
+        share=share,
+        spare=total - share,
+        taken=taken,
+    )
 
 
 def with_numbers_of_a_gpu(config: Config) -> Config:
@@ -203,8 +213,9 @@ def pins(plan: MemoryPlan) -> str:
     cache, schedule, mesh = plan.found.recipe.cache, plan.found.recipe.schedule, plan.found.mesh
     asked, sizes = plan.asked.parallel, {"ep": mesh.ep_size, "dp": plan.asked.parallel.dp}
     more = "".join(f", {k}: {n}" for k, n in sizes.items() if {n, getattr(asked, k)} != {1})
-    dtypes = "dtype: fp8, " * (cache.dtype == "fp8")
-    dtypes += "state_dtype: bfloat16, " * (cache.state_dtype == "bfloat16")
+    dtypes = "dtype: fp8, " if cache.dtype == "fp8" else ""
+    if cache.state_dtype == "bfloat16":
+        dtypes += "state_dtype: bfloat16, "
     return (
         f"parallel: {{tp: {mesh.tp_size}{more}}}\n"
         f"cache: {{{dtypes}page_tokens: {cache.page_tokens}, "

@@ -260,7 +260,7 @@ def capture_graphs(load: str | None, path: Path | None, **recipe: Any) -> None: 
     if load is None and (why := lacks_gpu(config.recipe.device)) is not None:
         click.echo(f"Nothing is captured: CUDA graphs need a GPU, and {why}.")
         nothing = {"name": "capture-graphs", "rows": [], "graphs": [], "steps": {"all": why}}
-        write_graphs(path, began, config, config.recipe, nothing, {})
+        write_graphs(path, began, config, final=config.recipe, workload=nothing, metrics={})
         return
     from nanovllm.bench import graphs as bench
     from nanovllm.runner.build import build
@@ -298,7 +298,8 @@ def capture_graphs(load: str | None, path: Path | None, **recipe: Any) -> None: 
         "graphs": msgspec.to_builtins(graphs),
         "steps": steps,
     }
-    write_graphs(path, began, config, final, workload, bench.metrics(graphs))
+    metrics = bench.metrics(graphs)
+    write_graphs(path, began, config, final=final, workload=workload, metrics=metrics)
     if not all(graph.is_right for graph in graphs):
         click.echo("FAIL: a graph gives other logits than the same step without it", err=True)
         sys.exit(1)
@@ -319,6 +320,7 @@ def write_graphs(
     path: Path | None,
     began: datetime,
     config: Config,
+    *,
     final: Recipe,
     workload: dict[str, Any],
     metrics: dict[str, float],

@@ -61,7 +61,7 @@ class Row(Struct, frozen=True):
 
 
 def use(names: str, text: str, note: str = "", values: Mapping[str, str] = {}) -> Row:
-    return Row(names, "use", text, note, values)
+    return Row(names, "use", text, note=note, values=values)
 
 
 def always(names: str, text: str = "") -> Row:

@@ -147,7 +147,8 @@ class EngineLoop:
             result = step.handle.wait()
             self.progress.end()
             self.clock.skip()
-            self.bubble_s += (bubble_s := 0.0 if step.rested else step.handle.gap_s)
+            bubble_s = 0.0 if step.rested else step.handle.gap_s
+            self.bubble_s += bubble_s
             if self.pace is not None:
                 self.pace.measured(step.num_decoded, step.num_prompt, step.handle.busy_s)
             output = self.scheduler.complete(result)

@@ -90,8 +90,13 @@ class PaperExecutor:
         gap_s = max(0.0, time.monotonic() - self._ends_at)
         self._ends_at += gap_s + self._step_s
         self.steps_by_mode[mode_key("PAPER", plan)] += 1
-        result = StepResult(plan.step, tokens.reshape(-1, 1))
-        return PaperHandle(result, plan.masked, self._ends_at, gap_s, self._step_s)
+        return PaperHandle(
+            result=StepResult(plan.step, tokens.reshape(-1, 1)),
+            masked=plan.masked,
+            ends_at=self._ends_at,
+            gap_s=gap_s,
+            busy_s=self._step_s,
+        )
 
 
 def build(config: Config) -> tuple[PaperExecutor, Recipe, int, CacheLayout]:
@@ -115,9 +120,9 @@ def resolve(recipe: Recipe, model_tokens: int, step_tokens: int = 8192) -> Recip
     """
     cache, server = recipe.cache, recipe.server
     schedule = resolve_schedule(recipe.schedule, on_cpu=False, most=step_tokens)
-    page_tokens, asked = given_or(cache.page_tokens, 128), server.max_model_tokens
-    held = given_or(cache.pages, 1 << 30) * page_tokens
-    most = resolve_context(asked, model_tokens, held, "raise cache.pages")
+    page_tokens = given_or(cache.page_tokens, 128)
+    cache_tokens = given_or(cache.pages, 1 << 30) * page_tokens
+    most = resolve_context(server.max_model_tokens, model_tokens, cache_tokens, "raise cache.pages")
     pages = given_or(cache.pages, int(schedule.slots) * -(-most // page_tokens))
     return replace(
         recipe,

@@ -98,23 +98,15 @@ def main(
     gc.disable()  # objects built at startup are never garbage
     executor, recipe, vocab_size, layout = build(config, place)
     schedule, cache = recipe.schedule, recipe.cache
-    make = partial(
-        Scheduler,
-        num_slots=int(schedule.slots),
-        step_tokens=int(schedule.step_tokens),
-        mixed_step_tokens=given_or(schedule.mixed_step_tokens, int(schedule.step_tokens)),
-        max_model_tokens=int(recipe.server.max_model_tokens),
-        num_drafts=recipe.speculate.tokens if recipe.speculate is not None else 0,
-        max_queue=schedule.max_queue,
-        ageing_s=schedule.ageing_s,
-        overtake_steps=schedule.overtake_steps,
+    scheduler = scheduler_of(recipe, layout, place)
+    grammars = Grammars(
+        tokenizer_dir=Path(config.tokenizer_dir),
+        vocab_size=vocab_size,
+        stop_ids=[token_id for token_id in config.eos_ids or () if token_id < vocab_size],
+        compile_s=recipe.structured_outputs.compile_s,
     )
-    scheduler = planner_of(make, partial(memory_of, layout, cache), place.lanes, recipe.parallel)
-    stop_ids = [token_id for token_id in config.eos_ids or () if token_id < vocab_size]
-    tokens = Path(config.tokenizer_dir), vocab_size, stop_ids
-    grammars = Grammars(*tokens, recipe.structured_outputs.compile_s)
     if recipe.engine == "model":  # the paper engine stays free of torch, which xgrammar imports
-        with suppress(Exception):  # requests with a grammar are then refused with the reason
+        with suppress(Exception):  # requests with a grammar are then refused with this reason
             grammars.queue.prepare()
     gc.collect()
     gc.freeze()  # later collections skip these objects
@@ -130,18 +122,44 @@ def main(
         num_slots=int(schedule.slots) * place.lanes,
         recipe=msgspec.json.encode(recipe).decode(),
     )
-    numbers, pace = count(), pace_of(schedule, recipe.device)
+    numbers = count()
+    connections = []
     if supervisor is None:
         joined = [accepted(listener, made, next(numbers)) for _ in range(num_workers)]
         connections = [one.connection for one in joined]
-        Engine(scheduler, executor, grammars, connections, schedule.depth, pace).run()
-        return
-    engine = Engine(scheduler, executor, grammars, [], schedule.depth, pace, stays=True)
-    supervisor.watch_steps(engine.loop.progress.late_s)
-    supervisor.on_leave(engine.leave)
-    given = listener, made, numbers, engine.join
-    threading.Thread(target=accept_all, args=given, daemon=True).start()
+    engine = Engine(
+        scheduler=scheduler,
+        executor=executor,
+        grammars=grammars,
+        connections=connections,
+        depth=schedule.depth,
+        pace=pace_of(schedule, recipe.device),
+        stays=supervisor is not None,
+    )
+    if supervisor is not None:
+        supervisor.watch_steps(engine.loop.progress.late_s)
+        supervisor.on_leave(engine.leave)
+        accepting = partial(accept_all, listener, made, numbers, engine.join)
+        threading.Thread(target=accepting, daemon=True).start()
     engine.run()
+
+
+def scheduler_of(recipe: Recipe, layout: CacheLayout, place: Place) -> Planner:
+    """Return the scheduler of a resolved recipe, with one part per lane."""
+    schedule = recipe.schedule
+    make = partial(
+        Scheduler,
+        num_slots=int(schedule.slots),
+        step_tokens=int(schedule.step_tokens),
+        mixed_step_tokens=given_or(schedule.mixed_step_tokens, int(schedule.step_tokens)),
+        max_model_tokens=int(recipe.server.max_model_tokens),
+        num_drafts=recipe.speculate.tokens if recipe.speculate is not None else 0,
+        max_queue=schedule.max_queue,
+        ageing_s=schedule.ageing_s,
+        overtake_steps=schedule.overtake_steps,
+    )
+    memory = partial(memory_of, layout, recipe.cache)
+    return planner_of(make, memory, place.lanes, recipe.parallel)
 
 
 def accepted(listener: Listener, ready: Ready, worker: int) -> Joined:
@@ -188,10 +206,16 @@ class Engine:
         self.scheduler = scheduler
         self.executor = executor
         self.grammars = grammars
-        self.loop = EngineLoop(scheduler, executor, self.publish, grammars, depth, pace=pace)
+        self.loop = EngineLoop(
+            scheduler=scheduler,
+            executor=executor,
+            publish=self.publish,
+            masker=grammars,
+            depth=depth,
+            pace=pace,
+        )
         self._compiling: set[int] = set()  # ids of requests waiting for their grammar
-        self._inbox: queue.SimpleQueue[ToEngine | Waited | Joined | Left | None]
-        self._inbox = queue.SimpleQueue()
+        self._inbox = queue.SimpleQueue[ToEngine | Waited | Joined | Left | None]()
         self._outboxes: dict[int, queue.SimpleQueue[FromEngine | None]] = {}
         self._stays = stays
         self._stats_due = 0.0

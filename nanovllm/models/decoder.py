@@ -94,11 +94,11 @@ class Block(Layer):
         self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, *, qk_norm: QKNorm
     ) -> None:
         super().__init__()
-        self.attn = self.attn_of(config, layer, mesh, ops, qk_norm)
+        self.attn = self.attn_of(config, layer, mesh, ops, qk_norm=qk_norm)
         self.mlp = self.mlp_of(config, layer, mesh, ops)
 
     def attn_of(
-        self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, qk_norm: QKNorm
+        self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, *, qk_norm: QKNorm
     ) -> Layer:
         """Return the attention part, with its norm."""
         return self.Attention(
@@ -115,7 +115,13 @@ class Block(Layer):
 
     def mlp_of(self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Layer:
         """Return the part after attention, with its norm."""
-        return MLP(config.hidden_size, config.intermediate_size, config.rms_norm_eps, mesh, ops)
+        return MLP(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            eps=config.rms_norm_eps,
+            mesh=mesh,
+            ops=ops,
+        )
 
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
         """Return the residual stream after this block. May overwrite its input."""
@@ -153,13 +159,19 @@ class Decoder(Layer):
     def __init__(self, config: DecoderConfig, mesh: Mesh, ops: Ops, max_tokens: int) -> None:
         """`max_tokens` is the maximum length of a request, and that of the rotary table."""
         super().__init__()
-        vocabulary = config.vocab_size, config.hidden_size, mesh, ops
-        self.embed = VocabEmbedding(*vocabulary)
-        make = partial(self.Block, config, mesh=mesh, ops=ops, qk_norm=self.qk_norm)
-        count, quantised = config.num_hidden_layers, config.quantization_config
-        self.layers = nn.ModuleList(blocks(make, count, ops, self.WEIGHTS, quantised))
+        self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, mesh, ops)
+        layers = blocks(
+            partial(self.Block, config, mesh=mesh, ops=ops, qk_norm=self.qk_norm),
+            count=config.num_hidden_layers,
+            ops=ops,
+            rules=self.WEIGHTS,
+            quantised=config.quantization_config,
+        )
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
-        self.head = self.embed if config.tie_word_embeddings else VocabEmbedding(*vocabulary)
+        self.head = self.embed
+        if not config.tie_word_embeddings:
+            self.head = VocabEmbedding(config.vocab_size, config.hidden_size, mesh, ops)
         table = cos_sin_table(config.rope_parameters, config.rotary_size, max_tokens)
         self.register_buffer("cos_sin_LA", table, persistent=False)
 

@@ -80,8 +80,9 @@ class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
 
     def key_value_size(self, *, decodes: bool) -> int:
         """Return the elements per head. In decode steps, latents serve as keys and values."""
-        both = 2 * self.kv_lora_rank if decodes else self.qk_nope_head_dim + self.v_head_dim
-        return both + self.qk_rope_head_dim
+        if decodes:
+            return 2 * self.kv_lora_rank + self.qk_rope_head_dim
+        return self.qk_nope_head_dim + self.v_head_dim + self.qk_rope_head_dim
 
     @property
     def rotary_size(self) -> int:
@@ -89,9 +90,15 @@ class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
 
     @property
     def sizes(self) -> LatentSizes:
-        ranks = self.q_lora_rank, self.kv_lora_rank
-        head = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
-        return LatentSizes(self.hidden_size, self.num_attention_heads, *ranks, *head)
+        return LatentSizes(
+            hidden=self.hidden_size,
+            heads=self.num_attention_heads,
+            query_rank=self.q_lora_rank,
+            rank=self.kv_lora_rank,
+            key=self.qk_nope_head_dim,
+            rotated=self.qk_rope_head_dim,
+            value=self.v_head_dim,
+        )
 
     @property
     def score_scale(self) -> float:
@@ -99,35 +106,50 @@ class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
         return float(size**-0.5 * (rope.score_scale if isinstance(rope, YarnRope) else 1.0))
 
     def evenly_cut(self, ep: int) -> tuple[str, ...]:
-        dense = ("intermediate_size",) * (self.first_k_dense_replace > 0)
-        experts = ("n_routed_experts",) * (ep > 1)
-        inner = ("moe_intermediate_size",) * (ep == 1 or bool(self.n_shared_experts))
-        return "num_attention_heads", *dense, *experts, *inner
+        fields = ["num_attention_heads"]
+        if self.first_k_dense_replace > 0:
+            fields.append("intermediate_size")
+        if ep > 1:
+            fields.append("n_routed_experts")
+        if ep == 1 or self.n_shared_experts:
+            fields.append("moe_intermediate_size")
+        return tuple(fields)
 
 
 class LatentBlock(Block):
     """Latent attention, then an MLP or routed and shared experts."""
 
     def attn_of(
-        self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, qk_norm: QKNorm
+        self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, *, qk_norm: QKNorm
     ) -> Layer:
         assert isinstance(config, DeepseekV3Config)
-        is_last = layer + 1 == config.num_hidden_layers
-        scales = config.rms_norm_eps, config.score_scale
-        return LatentAttention(config.sizes, *scales, is_last, mesh, ops)
+        return LatentAttention(
+            config.sizes,
+            eps=config.rms_norm_eps,
+            scale=config.score_scale,
+            is_last=layer + 1 == config.num_hidden_layers,
+            mesh=mesh,
+            ops=ops,
+        )
 
     def mlp_of(self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Layer:
         assert isinstance(config, DeepseekV3Config)
         if layer < config.first_k_dense_replace:
             return super().mlp_of(config, layer, mesh, ops)
-        inner, groups = config.moe_intermediate_size, (config.n_group, config.topk_group)
+        inner = config.moe_intermediate_size
         return MoE(
             hidden_size=config.hidden_size,
             experts=("n_routed_experts", config.n_routed_experts),
             inner=("moe_intermediate_size", inner),
             num_chosen=config.num_experts_per_tok,
             eps=config.rms_norm_eps,
-            rule=Routing("sigmoid", config.norm_topk_prob, config.routed_scaling_factor, *groups),
+            rule=Routing(
+                "sigmoid",
+                config.norm_topk_prob,
+                config.routed_scaling_factor,
+                config.n_group,
+                config.topk_group,
+            ),
             exact=True,
             layer=layer,
             is_last=layer + 1 == config.num_hidden_layers,
@@ -163,9 +185,14 @@ class DeepseekV3(Decoder):
     def cache_layout(config: DecoderConfig, mesh: Mesh, dtype_bytes: int) -> CacheLayout:
         """Return a layout with one head of latents, the same on every rank, and no values."""
         assert isinstance(config, DeepseekV3Config)
-        sizes = config.kv_lora_rank, config.qk_rope_head_dim
-        if dtype_bytes == 1 and (sizes[0] % 4 or sizes[1] % 2):
-            raise ConfigError(f"cache.dtype is fp8, but kv_lora_rank is {sizes[0]}; use auto")
-        width = row_size(*sizes, is_fp8=dtype_bytes == 1)
-        layers = tuple(range(config.num_hidden_layers))
-        return CacheLayout(paged=(PagedGroup(layers, 1, width, 0, dtype_bytes),))
+        rank, rotated = config.kv_lora_rank, config.qk_rope_head_dim
+        if dtype_bytes == 1 and (rank % 4 or rotated % 2):
+            raise ConfigError(f"cache.dtype is fp8, but kv_lora_rank is {rank}; use auto")
+        group = PagedGroup(
+            layers=tuple(range(config.num_hidden_layers)),
+            num_heads=1,
+            k_size=row_size(rank, rotated, is_fp8=dtype_bytes == 1),
+            v_size=0,
+            bytes_per_element=dtype_bytes,
+        )
+        return CacheLayout(paged=(group,))

@@ -20,6 +20,7 @@ def whole(
     wanted: dict[str, Destination],
     source: Path,
     paths: Iterable[Path],
+    *,
     num_layers: int,
     takes: Callable[[str, Stored], bool],
 ) -> dict[str, Stored]:
@@ -59,8 +60,11 @@ def whole(
 
 
 def told(kind: str, tensors: list[str]) -> str:
-    some = "1 tensor" if len(tensors) == 1 else f"{len(tensors)} tensors"
-    return f"{some} {kind}: {', '.join(tensors[:SHOWN])}{', ...' * (len(tensors) > SHOWN)}"
+    count = "1 tensor" if len(tensors) == 1 else f"{len(tensors)} tensors"
+    shown = ", ".join(tensors[:SHOWN])
+    if len(tensors) > SHOWN:
+        shown += ", ..."
+    return f"{count} {kind}: {shown}"
 
 
 def is_later(name: str, num_layers: int) -> bool:

@@ -63,9 +63,14 @@ class Qwen3NextConfig(SparseConfig, frozen=True, kw_only=True):
 
     @property
     def sizes(self) -> DeltaSizes:
-        heads = self.linear_num_key_heads, self.linear_num_value_heads
-        elements = self.linear_key_head_dim, self.linear_value_head_dim
-        return DeltaSizes(self.hidden_size, *heads, *elements, self.linear_conv_kernel_dim)
+        return DeltaSizes(
+            hidden=self.hidden_size,
+            key_heads=self.linear_num_key_heads,
+            value_heads=self.linear_num_value_heads,
+            key=self.linear_key_head_dim,
+            value=self.linear_value_head_dim,
+            taps=self.linear_conv_kernel_dim,
+        )
 
     def evenly_cut(self, ep: int) -> tuple[str, ...]:
         return *super().evenly_cut(ep), "linear_num_key_heads", "shared_expert_intermediate_size"
@@ -82,14 +87,19 @@ class HybridBlock(SparseBlock):
     Attention = GatedAttention
 
     def attn_of(
-        self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, qk_norm: QKNorm
+        self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops, *, qk_norm: QKNorm
     ) -> Layer:
         assert isinstance(config, Qwen3NextConfig)
-        is_last = layer + 1 == config.num_hidden_layers
         if config.attends(layer):
-            return super().attn_of(config, layer, mesh, ops, qk_norm)
-        is_one = config.quantization_config is None
-        return GatedDeltaNet(config.sizes, config.rms_norm_eps, is_last, is_one, mesh, ops)
+            return super().attn_of(config, layer, mesh, ops, qk_norm=qk_norm)
+        return GatedDeltaNet(
+            config.sizes,
+            eps=config.rms_norm_eps,
+            is_last=layer + 1 == config.num_hidden_layers,
+            is_one=config.quantization_config is None,
+            mesh=mesh,
+            ops=ops,
+        )
 
 
 class Qwen3Next(Decoder):
@@ -127,7 +137,8 @@ class Qwen3Next(Decoder):
             count = config.num_hidden_layers
             raise ConfigError(f"the first {count} layers have no attention; it takes more of them")
         others = tuple(layer for layer in everything.layers if not config.attends(layer))
-        sizes, keys = config.sizes, mesh.span("linear_num_key_heads", config.linear_num_key_heads)
+        sizes = config.sizes
+        keys = mesh.span("linear_num_key_heads", config.linear_num_key_heads)
         states = StateGroup(
             layers=others,
             channels=sum(span.count for span in sizes.channels(keys)),

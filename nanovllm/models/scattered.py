@@ -44,7 +44,7 @@ class PlusOne(Destination):
 def plus_one(wanted: dict[str, Destination], names: str) -> dict[str, Destination]:
     """Return `wanted` with one added to the tensors whose names match the pattern."""
     return wanted | {
-        name: PlusOne(to.into, to.shape, to.dim, to.start, to.count)
+        name: PlusOne(into=to.into, shape=to.shape, dim=to.dim, start=to.start, count=to.count)
         for name, to in wanted.items()
         if re.fullmatch(names, name)
     }
@@ -54,8 +54,14 @@ def joined(first: Destination, second: Destination) -> Scattered:
     """Return one destination for two spans of a tensor's rows. They must be adjacent in `into`."""
     assert first.dim == 0
     members = (*getattr(first, "members", (first,)), second)
-    size, count = [*first.into.shape], first.count + second.count
+    count = first.count + second.count
+    size = [*first.into.shape]
     size[first.dim] = count
-    into = first.into.as_strided(size, first.into.stride())
-    start = min(first.start, second.start)
-    return Scattered(into, first.shape, first.dim, start, count, members)
+    return Scattered(
+        into=first.into.as_strided(size, first.into.stride()),
+        shape=first.shape,
+        dim=first.dim,
+        start=min(first.start, second.start),
+        count=count,
+        members=members,
+    )

@@ -102,35 +102,41 @@ def tensors_in(path: Path) -> Iterator[tuple[str, Stored]]:
     if whole != size:
         raise ConfigError(f"{what}: it has {size} bytes, and {whole} by its header")
     for name, entry in entries.items():
-        (begin, end), dtype, shape = entry.data_offsets, entry.dtype, entry.shape
+        begin, end = entry.data_offsets
+        dtype, shape = entry.dtype, entry.shape
         if begin < 0 or (dtype in DTYPES and end - begin != prod(shape) * DTYPES[dtype].itemsize):
             raise ConfigError(f"{what}: bytes {begin} to {end} are not {dtype} {list(shape)}")
-        yield name, Stored(path, start + begin, start + end, dtype, shape)
+        yield name, Stored(path, begin=start + begin, end=start + end, dtype=dtype, shape=shape)
 
 
 def runs(tensors: Iterable[tuple[Stored, Destination]]) -> list[list[Piece]]:
     """Return the pieces to read, in file order, grouped into runs of one read each."""
-    found: list[list[Piece]] = []
+    order: list[list[Piece]] = []
     pieces = (piece for tensor, to in tensors for piece in pieces_of(tensor, to))
     for piece in sorted(pieces, key=lambda piece: (str(piece.rows.path), piece.rows.begin)):
-        if found and follows(found[-1], piece):
-            found[-1].append(piece)
+        if order and follows(order[-1], piece):
+            order[-1].append(piece)
         else:
-            found.append([piece])
-    return found
+            order.append([piece])
+    return order
 
 
 def pieces_of(tensor: Stored, to: Destination) -> Iterator[Piece]:
     path, begin, end, dtype, (height, *others) = tensor
-    kept = width = (end - begin) // height
+    width = row_bytes = (end - begin) // height  # in the file; that are read
     stride = 0
-    if to.dim and to.count and height * (width - (own := width // others[0] * to.count)) > GAP:
-        begin += own // to.count * to.start
-        kept, others, stride = own, [to.count], width
-    step = max(1, STAGING // (kept * to.granule)) * to.granule
+    if to.dim and to.count:
+        column_bytes = width // others[0]
+        own_bytes = column_bytes * to.count
+        if height * (width - own_bytes) > GAP:
+            begin += column_bytes * to.start
+            row_bytes, others, stride = own_bytes, [to.count], width
+    step = max(1, STAGING // (row_bytes * to.granule)) * to.granule
     for first in to.rows[::step]:
-        num, at = min(step, to.rows.stop - first), begin + first * width
-        yield Piece(Stored(path, at, at + num * kept, dtype, (num, *others)), first, to, stride)
+        num = min(step, to.rows.stop - first)
+        at = begin + first * width
+        rows = Stored(path, begin=at, end=at + num * row_bytes, dtype=dtype, shape=(num, *others))
+        yield Piece(rows, first, to, stride)
 
 
 def follows(run: list[Piece], piece: Piece) -> bool:
@@ -149,9 +155,11 @@ def read(order: list[list[Piece]], device: torch.device) -> Iterator[int]:
 
     Raise ConfigError if a file can no longer be read.
     """
-    num_threads, on_gpu = min(MOST_THREADS, os.cpu_count() or 1), device.type == "cuda"
+    num_threads = min(MOST_THREADS, os.cpu_count() or 1)
+    on_gpu = device.type == "cuda"
     stream = torch.cuda.current_stream(device) if on_gpu else None
-    size, buffers = max(map(num_bytes, order)), SimpleQueue[Tensor]()
+    size = max(map(num_bytes, order))
+    buffers = SimpleQueue[Tensor]()
     for _ in range(num_threads):
         buffers.put(torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu))
 
@@ -171,18 +179,20 @@ def read(order: list[list[Piece]], device: torch.device) -> Iterator[int]:
 def into(buffer: Tensor, run: list[Piece]) -> Tensor:
     """Read a run into the buffer, and return the part of the buffer with its bytes."""
     (path, begin, *_, shape), stride = run[0].rows, run[0].stride
-    count, kept = num_bytes(run), buffer[: num_bytes(run)].numpy()
+    size = count = num_bytes(run)
+    target = buffer[:size].numpy()
     try:
         if stride:
-            rows = kept.reshape(shape[0], -1)
-            there = np.memmap(path, np.uint8, "r", begin, stride * (shape[0] - 1) + rows.shape[1])
-            np.copyto(rows, as_strided(there, rows.shape, (stride, 1)))
+            rows = target.reshape(shape[0], -1)
+            mapped_bytes = stride * (shape[0] - 1) + rows.shape[1]
+            mapped = np.memmap(path, np.uint8, mode="r", offset=begin, shape=mapped_bytes)
+            np.copyto(rows, as_strided(mapped, rows.shape, (stride, 1)))
         else:
             with path.open("rb", buffering=0) as file:
-                count = os.preadv(file.fileno(), [kept.data], begin)
+                count = os.preadv(file.fileno(), [target.data], begin)
     except (OSError, ValueError) as error:  # ValueError: the file is shorter than the map
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from None
-    if count != len(kept):
+    if count != size:
         raise ConfigError(f"{path} became shorter while it was read")
     return buffer[:count]
 

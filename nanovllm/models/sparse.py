@@ -52,9 +52,11 @@ class SparseConfig(DecoderConfig, frozen=True, kw_only=True):
         return layer in (self.mlp_only_layers or ()) or (layer + 1) % self.decoder_sparse_step > 0
 
     def evenly_cut(self, ep: int) -> tuple[str, ...]:
-        is_dense = {self.is_dense(layer) for layer in range(self.num_hidden_layers)}
-        sparse = self.experts[0] if ep > 1 else "moe_intermediate_size"
-        return "num_attention_heads", *["intermediate_size"] * (True in is_dense), sparse
+        fields = ["num_attention_heads"]
+        if any(self.is_dense(layer) for layer in range(self.num_hidden_layers)):
+            fields.append("intermediate_size")
+        fields.append(self.experts[0] if ep > 1 else "moe_intermediate_size")
+        return tuple(fields)
 
 
 class SparseBlock(Block):

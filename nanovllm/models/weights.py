@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def fill_from_files(model: Decoder, wanted: dict[str, Destination], folder: Path
     def takes(name: str, tensor: Stored) -> bool:
         return bool(ignored.fullmatch(name)) or load_scale(name, partial(contents, tensor), blocks)
 
-    stored = whole(wanted, source, paths, len(blocks), takes)
+    stored = whole(wanted, source, paths, num_layers=len(blocks), takes=takes)
     order = runs((stored[name], to) for name, to in wanted.items())
     progress = Progress(log, f"loading {folder}", sum(map(num_bytes, order)), "GB")
     for count in read(order, next(model.parameters()).device):
@@ -112,21 +113,29 @@ def destinations_in(parameter: Tensor, placement: Placement | None) -> dict[str,
     tensor.
     """
     if placement is None:
-        return {"": [Destination(parameter, tuple(parameter.shape), 0, 0, len(parameter))]}
-    dim, experts = placement.dim, placement.experts or (0,)
+        whole_parameter = Destination(
+            parameter, shape=tuple(parameter.shape), dim=0, start=0, count=len(parameter)
+        )
+        return {"": [whole_parameter]}
+    dim = placement.dim
+    experts = placement.experts or (0,)
     own = parameter.unbind() if placement.experts else (parameter,)
     parts: dict[str, list[Destination]] = {}
     at = 0
     for part, span in placement.parts:
         shape = list(own[0].shape)
         shape[dim] = span.full
-        elsewhere = Destination(own[0].narrow(dim, at, 0), tuple(shape), dim, span.start, 0)
-        cut = tuple(shape), dim, span.start, span.count
-        here = [Destination(tensor.narrow(dim, at, span.count), *cut) for tensor in own]
-        found = [elsewhere if place < 0 else here[place] for place in experts]
-        parts[part] = [*map(joined, parts[part], found)] if part in parts else found
+        of_other_rank = Destination(
+            own[0].narrow(dim, at, 0), shape=tuple(shape), dim=dim, start=span.start, count=0
+        )
+        local = [
+            replace(of_other_rank, into=tensor.narrow(dim, at, span.count), count=span.count)
+            for tensor in own
+        ]
+        spans = [of_other_rank if place < 0 else local[place] for place in experts]
+        parts[part] = [*map(joined, parts[part], spans)] if part in parts else spans
         if placement.has_shared:
-            parts[f"{SHARED} {part}".strip()] = here[-1:]
+            parts[f"{SHARED} {part}".strip()] = local[-1:]
         at += span.count
     return parts
 

@@ -109,22 +109,25 @@ def need_of(found: Resolved) -> Need:
     page_bytes = found.layout.bytes_per_token * found.page_tokens
     slots = int(recipe.schedule.slots)
     pages = given_or(cache.pages, slots * -(-found.max_model_tokens // found.page_tokens))
-    split, host = Split(pages, cache, found.layout, found.page_tokens), host_memory()
-    whole, host = split.total + running_bytes(found.layout, recipe), host // found.mesh.size
+    split = Split(pages, cache, found.layout, found.page_tokens)
+    whole = split.total + running_bytes(found.layout, recipe)
+    host = host_memory() // found.mesh.size
     if (engines := recipe.parallel.dp) > 1:  # others may have allocated their share already
         host = min(host, host_memory(in_all=True) // (engines * found.mesh.size))
-    if (kept := split.host_bytes) > host:
+    if split.host_bytes > host:
         raise ConfigError(
-            f"cache.checkpoint_host_gib: a rank's checkpoints take {gib(kept)}; this machine has "
-            f"{gib(host)} available for it"
+            f"cache.checkpoint_host_gib: a rank's checkpoints take {gib(split.host_bytes)}; this "
+            f"machine has {gib(host)} available for it"
         )
     if device.type == "cpu":
-        room, place = host - kept, "this machine"
+        room, place = host - split.host_bytes, "this machine"
     else:
         free, total = torch.cuda.mem_get_info(device)
         room = min(free, int(total * recipe.cache.memory_fraction) - (total - free))
         place = f"{found.device_name} with cache.memory_fraction {recipe.cache.memory_fraction:g}"
-    key = "cache.pages" if cache.pages != "auto" else "cache.cpu_gib" * (device.type == "cpu")
+    key = "cache.cpu_gib" if device.type == "cpu" else ""
+    if cache.pages != "auto":
+        key = "cache.pages"
     taken = {"cache.pages": whole, "": 0}.get(key, min(int(cache.cpu_gib * GIB), whole))
     others = sum(t.nbytes for t in model.parameters() if t.dtype != found.dtype)
     return Need(
@@ -200,14 +203,14 @@ def of_machine(root: Path, in_all: bool) -> int:
 
 def group_rooms(root: Path, in_all: bool) -> Iterator[int]:
     """Yield the bytes left by each limit of this process. Cached file pages count as free."""
-    for folder, most, used, of in groups(root):
+    for folder, most, used, prefix in groups(root):
         try:
             limit = int((folder / most).read_text())
             taken = int((folder / used).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):  # no such group here, or "max"
             continue
-        files = sum(int(stat.get(of + name, 0)) for name in ("inactive_file", "active_file"))
+        files = sum(int(stat.get(prefix + name, 0)) for name in ("inactive_file", "active_file"))
         if limit < NO_LIMIT:
             yield limit if in_all else max(0, limit - taken + files)
 

@@ -304,7 +304,7 @@ def test_what_nobody_foresaw_is_a_record_and_names_its_process(
 ) -> None:
     """Before a process is ready, the supervisor gets its error as one line with its name."""
     config = load_config(None, ["server.log_format=json"])
-    rank = launch.spawn("nanovllm-rank1", config, fails, is_ready)
+    rank = launch.spawn("nanovllm-rank1", config, fails, (is_ready,))
     if is_ready:
         launch.wait_ready([rank])
     else:
