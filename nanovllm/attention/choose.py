@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -71,14 +70,25 @@ def cute_obstacle(
     if find_spec("cutlass") is None:
         return "the package nvidia-cutlass-dsl is not installed"
     group = layout.paged[0]
-    kind: tuple[Any, ...] = (page_tokens, group.k_size, dtype)
+    obstacle = decode_module(layout, "cute").obstacle
+    reason: str | None
     if group.v_size == 0:  # the number of heads is checked later, by layer
-        kind = (64, group.k_size - 64, 64, page_tokens, dtype, group.bytes_per_element == 1)
-    reason: str | None = decode_module(layout, "cute").obstacle(*kind)
+        reason = obstacle(
+            num_heads=64,
+            rank=group.k_size - 64,
+            rotated=64,
+            page_tokens=page_tokens,
+            dtype=dtype,
+            is_fp8=group.bytes_per_element == 1,
+        )
+    else:
+        reason = obstacle(page_tokens, group.k_size, dtype)
     return reason
 
 
 def decode_module(layout: CacheLayout, kind: str) -> ModuleType:
     """Return the kernel's module. The import of a CuTe DSL module takes a second."""
     name = "latent_decode" if layout.paged[0].v_size == 0 else "paged_decode"
-    return import_module(f"nanovllm_kernels.{name}{'_cute' * (kind == 'cute')}")
+    if kind == "cute":
+        name += "_cute"
+    return import_module(f"nanovllm_kernels.{name}")

@@ -70,8 +70,17 @@ class GatedDelta:
         if rows < len(batch.slots_R):
             slots_R, starts_R1 = batch.slots_R[rows:], batch.starts_R1[rows:]
             parts = self.states.progress.parts if batch.planned else (None, None)
-            states = *self.states[:2], slots_R, starts_R1, *parts, *self.states.saved
-            chunked = self.kernels.rows(*tokens, self.weights, *states, out_THV=given)
+            chunked = self.kernels.rows(
+                *tokens,
+                self.weights,
+                self.states.conv_NCW,
+                self.states.recurrent_NHKV,
+                slots_R,
+                starts_R1,
+                *parts,
+                *self.states.saved,
+                out_THV=given,
+            )
             self._note(slots_R, batch.lengths_R[rows:])
             if decoded is not None:
                 chunked[:at] = decoded
@@ -89,25 +98,36 @@ class GatedDelta:
 
     def _split(self, y_TX: Tensor, ba_TX: Tensor) -> tuple[Tensor, ...]:
         """Return the columns qkv_TC, a_TH, b_TH, z_THV."""
-        heads, at = (self.value_heads, self.value_size), self.num_channels
-        z_THV = y_TX[:, at : at + heads[0] * heads[1]].unflatten(1, heads)
+        channels, width = self.num_channels, self.value_heads * self.value_size
+        z_TX = y_TX[:, channels : channels + width]
+        z_THV = z_TX.unflatten(1, (self.value_heads, self.value_size))
         b_TH, a_TH = ba_TX[:, -2 * self.value_heads :].chunk(2, 1)
-        return y_TX[:, :at], a_TH, b_TH, z_THV
+        return y_TX[:, :channels], a_TH, b_TH, z_THV
 
     def _decode(self, batch: Batch, *tokens: Tensor) -> Tensor:
         rows = batch.num_decodes
         slots_R, starts_R1 = batch.slots_R[:rows], batch.starts_R1[: rows + 1]
         conv_NCW, recurrent_NHKV, tickets_RG, kept_NWX, drafting, _ = self.states
-        states = conv_NCW, recurrent_NHKV, slots_R
         if kept_NWX is None:
-            return self.kernels.decodes(*tokens, self.weights, *states, tickets_RG)
+            return self.kernels.decodes(
+                *tokens, self.weights, conv_NCW, recurrent_NHKV, slots_R, tickets_RG
+            )
         before_R = batch.lengths_R[:rows] - starts_R1.diff()  # tokens after the replay
         replays_R = drafting.replays_R[:rows]
         if drafting.owners[0] is self:
             lag_R = before_R - drafting.lengths_N[slots_R]
             replays_R.copy_(lag_R.clamp(0, kept_NWX.shape[1]))
-        kept = starts_R1, kept_NWX, replays_R, tickets_RG
-        x_THV = self.kernels.drafted(*tokens, self.weights, *states, *kept)
+        x_THV = self.kernels.drafted(
+            *tokens,
+            self.weights,
+            conv_NCW,
+            recurrent_NHKV,
+            slots_R,
+            starts_R1,
+            kept_NWX,
+            replays_R,
+            tickets_RG,
+        )
         self._note(slots_R, before_R)
         return x_THV
 

@@ -109,9 +109,12 @@ def caches_of(
     fp8 tensors.
     """
     is_fp8 = group.bytes_per_element == FP8.itemsize
-    shape = len(group.layers), num_pages, page_tokens, group.num_heads
     whole = [
-        torch.zeros(*shape, size, dtype=torch.uint8 if is_fp8 else dtype, device=device)
+        torch.zeros(
+            (len(group.layers), num_pages, page_tokens, group.num_heads, size),
+            dtype=torch.uint8 if is_fp8 else dtype,
+            device=device,
+        )
         for size in (group.k_size, group.v_size)
     ]
     keys, values = (each.view(FP8) if is_fp8 else each for each in whole)
@@ -121,4 +124,6 @@ def caches_of(
 def pageless(layout: CacheLayout, page_tokens: int, dtype: torch.dtype) -> PagedKV:
     """Return a cache without pages that has the shape of the first group's. Backends plan by it."""
     group = layout.paged[0]
-    return caches_of(group, 0, page_tokens, dtype, torch.device("cpu"))[1][group.layers[0]]
+    cpu = torch.device("cpu")
+    _, by_layer = caches_of(group, 0, page_tokens, dtype=dtype, device=cpu)
+    return by_layer[group.layers[0]]

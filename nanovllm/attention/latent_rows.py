@@ -41,9 +41,13 @@ def bind_latents(batch: Batch, page_tokens: int, kernel: ModuleType, *, expands:
     """
     at = batch.num_decode_tokens
     rows = batch.decodes()
-    drafted = rows.starts_R1 if batch.decode_width > 1 else None
-    width = batch.decode_width
-    decode = Absorbed(kernel, rows.page_table_RM, rows.lengths_R, drafted, width)
+    decode = Absorbed(
+        kernel=kernel,
+        page_table_RM=rows.page_table_RM,
+        lengths_R=rows.lengths_R,
+        starts_R1=rows.starts_R1 if batch.decode_width > 1 else None,
+        width=batch.decode_width,
+    )
     if batch.num_decodes == len(batch.lengths_R):
         return decode
     chunks = Chunks(batch.chunks(), page_tokens, at, expands=expands)
@@ -67,9 +71,17 @@ class Absorbed:
             self.kernel = self.fitting(cache, q_THA)
             self.plan = self.kernel.plan_decode(self.lengths_R, pages, num_heads, self.width)
         q_HTX = torch.bmm(q_THA[..., :size].transpose(0, 1), cache.key_HAX)
-        rows = pages, self.page_table_RM, self.lengths_R, self.plan, cache.scale
-        ragged = {"starts_R1": self.starts_R1, "width": self.width}
-        o_THX = self.kernel.latent_decode(q_HTX.transpose(0, 1), q_THA[..., size:], *rows, **ragged)
+        o_THX = self.kernel.latent_decode(
+            q_HTX.transpose(0, 1),
+            q_THA[..., size:],
+            pages_PSX=pages,
+            page_table_RM=self.page_table_RM,
+            lengths_R=self.lengths_R,
+            plan_N5=self.plan,
+            scale=cache.scale,
+            starts_R1=self.starts_R1,
+            width=self.width,
+        )
         if out_THA is None:
             out_THA = q_THA.new_empty(*q_THA.shape[:2], cache.width)
         into(out_THA, o_THX.transpose(0, 1), cache.value_HAX)
@@ -78,11 +90,17 @@ class Absorbed:
     def fitting(self, cache: Latents, q_THA: Tensor) -> ModuleType:
         """Return the kernel, or the portable one if it does not support these heads or rows."""
         (num_heads, size, rank), pages = cache.key_HAX.shape, cache.pages_PSX
-        obstacle = getattr(self.kernel, "obstacle", lambda *_: None)
-        kind = pages.shape[1], q_THA.dtype, pages.dtype == torch.uint8
-        fits = obstacle(num_heads, rank, q_THA.shape[2] - size, *kind) is None
+        obstacle = getattr(self.kernel, "obstacle", lambda **_: None)
+        reason = obstacle(
+            num_heads=num_heads,
+            rank=rank,
+            rotated=q_THA.shape[2] - size,
+            page_tokens=pages.shape[1],
+            dtype=q_THA.dtype,
+            is_fp8=pages.dtype == torch.uint8,
+        )
         most = getattr(self.kernel, "MAX_WIDTH", self.width)
-        return self.kernel if fits and self.width <= most else triton_decode
+        return self.kernel if reason is None and self.width <= most else triton_decode
 
 
 def into(out_THA: Tensor, x_HTX: Tensor, matrix_HAX: Tensor) -> None:
@@ -101,9 +119,10 @@ class Chunks:
         if out_THA is None:
             out_THA = q_THA.new_empty(*q_THA.shape[:2], cache.width)
         if self.way is None:
-            is_cheaper = self.expands and expands_cheaper(self.batch, cache, q_THA)
-            of = self.batch, self.at
-            self.way = Expanded(*of, self.page_tokens) if is_cheaper else absorbed_chunks(*of)
+            if self.expands and expands_cheaper(self.batch, cache, q_THA):
+                self.way = Expanded(self.batch, self.at, self.page_tokens)
+            else:
+                self.way = absorbed_chunks(self.batch, self.at)
         self.way(cache, q_THA[self.at :], out_THA[self.at :])
         return out_THA
 
@@ -140,7 +159,13 @@ def absorbed_chunks(batch: Batch, at: int) -> Absorbed:
     ends = torch.minimum(nth.int() * GROUP, counts_R[of_row])
     lengths = (batch.lengths_R - counts_R)[of_row] + ends
     starts = torch.cat([starts_R1[:1], starts_R1[of_row] + ends])
-    return Absorbed(triton_decode, batch.page_table_RM[of_row], lengths, starts, GROUP)
+    return Absorbed(
+        kernel=triton_decode,
+        page_table_RM=batch.page_table_RM[of_row],
+        lengths_R=lengths,
+        starts_R1=starts,
+        width=GROUP,
+    )
 
 
 class Expansion(NamedTuple):
@@ -159,9 +184,8 @@ class Expanded:
     """
 
     def __init__(self, batch: Batch, at: int, page_tokens: int) -> None:
-        from nanovllm_kernels.flash_prefill import (
-            flash_expanded,
-        )  # imports CuTe DSL (seconds)
+        # Imported late, since CuTe DSL takes seconds to import.
+        from nanovllm_kernels.flash_prefill import flash_expanded
 
         self.attend = flash_expanded
         self.newest, *self.older = pieces_of(batch, at, page_tokens)
@@ -182,9 +206,17 @@ class Expanded:
         self, piece: Expansion, cache: Latents, q_THA: Tensor, out_THA: Tensor, *, is_causal: bool
     ) -> Tensor:
         """Fill out_THA and return lse_HT."""
-        keys_values = expanded(cache, piece.slots_X, q_THA)
-        starts = piece.starts_R1, piece.k_starts_R1
-        return self.attend(q_THA, *keys_values, *starts, cache.scale, out_THA, is_causal=is_causal)
+        k_TGA, v_TGA = expanded(cache, piece.slots_X, q_THA)
+        return self.attend(
+            q_THA,
+            k_TGA,
+            v_TGA,
+            starts_R1=piece.starts_R1,
+            k_starts_R1=piece.k_starts_R1,
+            scale=cache.scale,
+            out_THA=out_THA,
+            is_causal=is_causal,
+        )
 
 
 def expanded(cache: Latents, slots_X: Tensor, q_THA: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,9 +228,9 @@ def expanded(cache: Latents, slots_X: Tensor, q_THA: Tensor) -> tuple[Tensor, Te
     (num_heads, key, rank), size, num_tokens = cache.key_HAX.shape, q_THA.shape[2], len(slots_X)
     rows_TX = cache.pages_PSX.flatten(0, 1)[slots_X]
     rows_TX = dequantised(rows_TX, rank, size - key, q_THA.dtype)
-    room = max(num_tokens, len(q_THA) + PIECE), num_heads
-    k_TGA = q_THA.new_empty(*room, size)[:num_tokens]
-    v_TGA = q_THA.new_empty(*room, cache.width)[:num_tokens]
+    most_tokens = max(num_tokens, len(q_THA) + PIECE)
+    k_TGA = q_THA.new_empty(most_tokens, num_heads, size)[:num_tokens]
+    v_TGA = q_THA.new_empty(most_tokens, num_heads, cache.width)[:num_tokens]
     latents_TX = rows_TX[:, :rank]
     # The kernel multiplies the values of other rows by 0, so NaN in values would spread between
     # rows. NaN in keys still reaches the row's own result.
@@ -220,14 +252,16 @@ def pieces_of(batch: Batch, at: int, page_tokens: int) -> Iterator[Expansion]:
     older = [count - new for count, new in zip(cached, newest, strict=True)]
     cached_R = batch.lengths_R - starts_R1.diff()
     older_R = (cached_R.cumsum(0) - PIECE).clamp(min=0).minimum(cached_R)
-    lines = spans(batch.lengths_R - older_R), spans(older_R)
-    slots_X = slots_of(batch, page_tokens, lines[0], older_R, (0, num_tokens + sum(newest)))
-    yield Expansion(slots_X, slice(0, num_tokens), starts_R1, lines[0])
+    newest_R1, older_R1 = spans(batch.lengths_R - older_R), spans(older_R)
+    whole = 0, num_tokens + sum(newest)
+    slots_X = slots_of(batch, page_tokens, newest_R1, first_R=older_R, part=whole)
+    yield Expansion(slots_X, slice(0, num_tokens), starts_R1, newest_R1)
     stops = [0, *accumulate(chunk.num_tokens for chunk in batch.planned)]
     for first, last, low, high in spans_of(older):
-        slots_X = slots_of(batch, page_tokens, lines[1], torch.zeros_like(older_R), (low, high))
+        first_R = torch.zeros_like(older_R)
+        slots_X = slots_of(batch, page_tokens, older_R1, first_R=first_R, part=(low, high))
         starts = starts_R1[first : last + 1] - stops[first]
-        k_starts_R1 = lines[1][first : last + 1].clamp(low, high) - low
+        k_starts_R1 = older_R1[first : last + 1].clamp(low, high) - low
         yield Expansion(slots_X, slice(stops[first], stops[last]), starts, k_starts_R1)
 
 

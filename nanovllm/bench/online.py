@@ -110,8 +110,7 @@ def measure_server(
 ) -> Outcome:
     """Warm up, send the load, and read the server's metrics.
 
-    `config`, or the `command` line of another engine, is how the server was started. `server` is
-    its process, if this benchmark started it.
+    `config`, or another engine's `command`, started the server. `server`: its process, if local.
     """
     api = _Api(url, api_key)
     with api.http:

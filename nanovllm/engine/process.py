@@ -97,7 +97,7 @@ def main(
     """
     gc.disable()  # objects built at startup are never garbage
     executor, recipe, vocab_size, layout = build(config, place)
-    schedule, cache = recipe.schedule, recipe.cache
+    schedule = recipe.schedule
     scheduler = scheduler_of(recipe, layout, place)
     grammars = Grammars(
         tokenizer_dir=Path(config.tokenizer_dir),
@@ -112,20 +112,11 @@ def main(
     gc.freeze()  # later collections skip these objects
     gc.enable()
     ready()
-    made = Ready(
-        worker=0,
-        model=config.served_name,
-        max_model_tokens=int(recipe.server.max_model_tokens),
-        vocab_size=vocab_size,
-        num_pages=int(cache.pages) * place.lanes,
-        page_tokens=int(cache.page_tokens),
-        num_slots=int(schedule.slots) * place.lanes,
-        recipe=msgspec.json.encode(recipe).decode(),
-    )
+    message = ready_message(recipe, config.served_name, vocab_size, place.lanes)
     numbers = count()
     connections = []
     if supervisor is None:
-        joined = [accepted(listener, made, next(numbers)) for _ in range(num_workers)]
+        joined = [accepted(listener, message, next(numbers)) for _ in range(num_workers)]
         connections = [one.connection for one in joined]
     engine = Engine(
         scheduler=scheduler,
@@ -139,7 +130,9 @@ def main(
     if supervisor is not None:
         supervisor.watch_steps(engine.loop.progress.late_s)
         supervisor.on_leave(engine.leave)
-        accepting = partial(accept_all, listener, made, numbers, engine.join)
+        accepting = partial(
+            accept_all, listener=listener, ready=message, numbers=numbers, join=engine.join
+        )
         threading.Thread(target=accepting, daemon=True).start()
     engine.run()
 
@@ -160,6 +153,20 @@ def scheduler_of(recipe: Recipe, layout: CacheLayout, place: Place) -> Planner:
     )
     memory = partial(memory_of, layout, recipe.cache)
     return planner_of(make, memory, place.lanes, recipe.parallel)
+
+
+def ready_message(recipe: Recipe, served_name: str, vocab_size: int, lanes: int) -> Ready:
+    """Return the engine's first message, for worker 0. `recipe` is resolved."""
+    return Ready(
+        worker=0,
+        model=served_name,
+        max_model_tokens=int(recipe.server.max_model_tokens),
+        vocab_size=vocab_size,
+        num_pages=int(recipe.cache.pages) * lanes,
+        page_tokens=int(recipe.cache.page_tokens),
+        num_slots=int(recipe.schedule.slots) * lanes,
+        recipe=msgspec.json.encode(recipe).decode(),
+    )
 
 
 def accepted(listener: Listener, ready: Ready, worker: int) -> Joined:

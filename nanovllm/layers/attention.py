@@ -62,10 +62,20 @@ class Attention(Layer):
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
         """Return the residual stream plus the block's result. May overwrite its input."""
         batch, cache = ctx.batch, self.attend.cache
-        norms = self.q_norm, self.k_norm, self.eps
-        where = cos_sin_LA, batch.positions_T, batch.slot_mapping_T
         qkv, stream = self.qkv(residual)
-        q_THA = self.ops.rope_store(as_tensor(qkv), *norms, *where, *cache, self.norm_ranks)
+        q_THA = self.ops.rope_store(
+            as_tensor(qkv),
+            q_norm_X=self.q_norm,
+            k_norm_X=self.k_norm,
+            eps=self.eps,
+            cos_sin_LA=cos_sin_LA,
+            positions_T=batch.positions_T,
+            slot_mapping_T=batch.slot_mapping_T,
+            k_PSGA=cache.k_PSGA,
+            v_PSGA=cache.v_PSGA,
+            scales_2G=cache.scales_2G,
+            ranks=self.norm_ranks,
+        )
         o_TX = ctx.eager(self.attend, ctx, q_THA).flatten(1)
         if self.is_last and not ctx.all_hidden:
             o_TX, stream = batch.sampled(o_TX), Added(batch.sampled(stream.stream_TD))

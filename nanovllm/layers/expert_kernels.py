@@ -13,7 +13,13 @@ from nanovllm_kernels.route import route
 from nanovllm.layers.expert_products import ExpertKernels
 
 TRITON = ExpertKernels(
-    route, sort_rows, FEW_EXPERTS, (), combine, unsorted=32, norm_router=norm_router,
+    route=route,
+    sort=sort_rows,
+    few=FEW_EXPERTS,
+    many=(),
+    combine=combine,
+    unsorted=32,
+    norm_router=norm_router,
     down_combine=down_combine,
-)  # fmt: skip
+)
 CUTE = TRITON._replace(many=(GROUPED, GROUPED_FP8))

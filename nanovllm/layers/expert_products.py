@@ -42,11 +42,13 @@ class ExpertKernels(NamedTuple):
 
     def ranks(self, layer: int, own: Span) -> ExpertsByRank:
         """Return the experts of each rank. `own` is this rank's equal share."""
-        sizes = own.full, own.full // own.count
-        return evenly(*sizes) if self.spread is None else self.spread.ranks(layer, *sizes)
+        num_ranks = own.full // own.count
+        if self.spread is None:
+            return evenly(own.full, num_ranks)
+        return self.spread.ranks(layer, own.full, num_ranks)
 
 
-TORCH = ExpertKernels(route, sort_rows, EXPERTS, (), combine)
+TORCH = ExpertKernels(route=route, sort=sort_rows, few=EXPERTS, many=(), combine=combine)
 
 
 def products_for(

@@ -83,9 +83,9 @@ class Fp8Ops(Ops):
         self, x: Tensor | Quantised, weight: Scaled, residual_TN: Tensor | None = None
     ) -> Tensor:
         assert self.fp8_linear is not None
-        x8 = x if isinstance(x, Quantised) else self.fp8_linear.quantise(x)
+        values, scales = x if isinstance(x, Quantised) else self.fp8_linear.quantise(x)
         weight_ND, scale, block_rows = weight
-        return self.fp8_linear.product(*x8, weight_ND, scale, residual_TN, block_rows)
+        return self.fp8_linear.product(values, scales, weight_ND, scale, residual_TN, block_rows)
 
     def _added(self, weight: Any, num_rows: int) -> Implementation:  # noqa: ANN401
         found: Implementation = super()._added(weight, num_rows)
@@ -119,17 +119,20 @@ class Fp8Ops(Ops):
                 x, stream = residual.normed(norm_weight_D, eps)
             else:
                 stream = Added(residual.stream_TD)
-                of = [stream.stream_TD, None]
                 if isinstance(residual, Pending):
-                    of = [as_tensor(residual.update), stream.stream_TD]
-                x = kernels.norm_quantise(*of, norm_weight_D, eps)
+                    update = as_tensor(residual.update)
+                    x = kernels.norm_quantise(update, stream.stream_TD, norm_weight_D, eps)
+                else:
+                    x = kernels.norm_quantise(stream.stream_TD, None, norm_weight_D, eps)
             if is_quantised:
                 x8 = x if isinstance(x, Quantised) else kernels.quantise(x)
                 return kernels.gated(x8, weight), stream
             y_TN = self._product(x, weight)
             return self.silu_mul(y_TN) if gated else y_TN, stream
 
-        name = "norm+gated-fp8" if is_quantised else "norm+fp8" + "+gate" * gated
+        name = "norm+fp8+gate" if gated else "norm+fp8"
+        if is_quantised:
+            name = "norm+gated-fp8"
         return Implementation(name, run)
 
 
@@ -233,10 +236,12 @@ def is_kept(names: set[str], quantised: BlockFp8) -> bool:
 def to_fp8(linear: Linear) -> None:
     """Change the type of a weight whose storage is not allocated yet, and add its scales."""
     placement = linear.placements["weight"]
-    block_rows, (num_rows, width) = block_rows_of(placement), linear.weight.shape
-    scales = -(-num_rows // block_rows), -(-width // BLOCK)
+    block_rows = block_rows_of(placement)
+    num_rows, width = linear.weight.shape
     linear.weight = fp8_parameter(num_rows, width, dtype=FP8)
-    linear.weight_scale = fp8_parameter(*scales, dtype=torch.float32)
+    linear.weight_scale = fp8_parameter(
+        -(-num_rows // block_rows), -(-width // BLOCK), dtype=torch.float32
+    )
     each = BLOCK if placement.dim else block_rows
     parts = tuple((name, in_blocks(span, each)) for name, span in placement.parts)
     linear.placements["weight_scale"] = Placement(placement.dim, parts)

@@ -82,7 +82,13 @@ class GatedDeltaNet(Layer):
         of_channels = Placement(0, tuple(("", span) for span in channels))
         self.placements = {"conv": of_channels, "a_log": of_heads, "dt_bias": of_heads}
         self.norm = parameter(sizes.value)
-        self.attend = GatedDelta(keys.count, sizes.key, values.count, sizes.value, ops.delta)
+        self.attend = GatedDelta(
+            key_heads=keys.count,
+            key_size=sizes.key,
+            value_heads=values.count,
+            value_size=sizes.value,
+            kernels=ops.delta,
+        )
         self.out_proj = AddLinear(values.of_width(sizes.value), sizes.hidden, mesh, ops)
 
     @property
@@ -92,8 +98,14 @@ class GatedDeltaNet(Layer):
 
     def bind(self, states: DeltaStates) -> None:
         """Set the layer's states. Weights must be loaded."""
-        weights = self.conv[:, 0], self.a_log, self.dt_bias, self.norm
-        self.attend.bind(states, DeltaWeights(*weights, self.eps))
+        weights = DeltaWeights(
+            conv_CW=self.conv[:, 0],
+            a_log_H=self.a_log,
+            dt_bias_H=self.dt_bias,
+            norm_V=self.norm,
+            eps=self.eps,
+        )
+        self.attend.bind(states, weights)
 
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
         """Return the residual stream plus the block's result. May overwrite its input."""

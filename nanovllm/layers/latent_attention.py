@@ -91,8 +91,16 @@ class LatentAttention(Layer):
         if self.q_b is not None:
             q_TX = unsliced(self.q_b(Added(q_TX))[0], q_TX.dtype)
         q_THA = q_TX.unflatten(1, (len(cache.key_HAX), -1))
-        where = cos_sin_LA, batch.positions_T, batch.slot_mapping_T, cache.pages_PSX
-        q_THA = self.store(kv_TX, self.kv_norm, EPS, q_THA, *where)
+        q_THA = self.store(
+            kv_TX,
+            norm_weight_X=self.kv_norm,
+            eps=EPS,
+            q_THA=q_THA,
+            cos_sin_LA=cos_sin_LA,
+            positions_T=batch.positions_T,
+            slot_mapping_T=batch.slot_mapping_T,
+            pages_PSX=cache.pages_PSX,
+        )
         o_TX = ctx.eager(self.attend, ctx, q_THA).flatten(1)
         if self.is_last and not ctx.all_hidden:
             o_TX, stream = batch.sampled(o_TX), Added(batch.sampled(stream.stream_TD))
@@ -103,11 +111,11 @@ class LatentAttention(Layer):
         """Return the kernels that attention needs compiled."""
         found: list[Job] = []
         num_heads = self.out.weight.shape[1] // self.sizes.value
-        sizes = self.sizes.key + self.sizes.rotated, self.sizes.value, recipe.dtype
-        if recipe.kernels.attention == "flash" and can_expand(*sizes):
+        size, value = self.sizes.key + self.sizes.rotated, self.sizes.value
+        if recipe.kernels.attention == "flash" and can_expand(size, value, recipe.dtype):
             from nanovllm_kernels.flash_prefill import compile_expanded
 
-            found += [compile_expanded.job(*sizes, kind) for kind in (0, 1)]
+            found += [compile_expanded.job(size, value, recipe.dtype, kind) for kind in (0, 1)]
         if recipe.kernels.decode == "cute":
             from nanovllm_kernels.latent_decode_cute import compile_decode
 

@@ -61,10 +61,9 @@ class ExpertMLPs(Layer):
         self.down = parameter(experts.count, hidden_size, inner.count)
         self.gate_up_scale: Tensor | None = None
         self.down_scale: Tensor | None = None
-        of_experts = places, rule.has_shared
         self.placements = {
-            "gate_up": Placement(0, (("gate", inner), ("up", inner)), *of_experts),
-            "down": Placement(1, (("", inner),), *of_experts),
+            "gate_up": Placement(0, (("gate", inner), ("up", inner)), places, rule.has_shared),
+            "down": Placement(1, (("", inner),), places, rule.has_shared),
         }
         self.by_rows = RowTable(self._choose)
 
@@ -92,7 +91,14 @@ class ExpertMLPs(Layer):
         `uniform` has the tokens' positions, for uniform synthetic routing. `placed` has the
         replicas of each expert.
         """
-        return self.kernels.route(logits_TE, bias_E, self.num_routed, self.rule, uniform, placed)
+        return self.kernels.route(
+            logits_TE,
+            bias_E,
+            num_chosen=self.num_routed,
+            rule=self.rule,
+            uniform=uniform,
+            placed=placed,
+        )
 
     def forward(
         self,
@@ -106,8 +112,9 @@ class ExpertMLPs(Layer):
 
         May overwrite the stream.
         """
-        chosen = weights_TK, experts_TK
-        y_TD: Tensor = self.by_rows[len(x_TD)].run(x_TD, *chosen, stream_TD, shared_TD)
+        y_TD: Tensor = self.by_rows[len(x_TD)].run(
+            x_TD, weights_TK, experts_TK, stream_TD=stream_TD, shared_TD=shared_TD
+        )
         return y_TD
 
     def _choose(self, num_tokens: int) -> Implementation:
@@ -130,10 +137,19 @@ class ExpertMLPs(Layer):
             rows = self.kernels.sort(experts_TK, self.experts.start, self.experts.count, tile)
         y_XF = products.gate_up(x_TD, self.gate_up, self.gate_up_scale, rows, self.num_chosen)
         if isinstance(rows, Chosen) and self.kernels.down_combine is not None:
-            more = weights_TK, shared_TD, stream_TD
-            return self.kernels.down_combine(y_XF, self.down, self.down_scale, rows, *more)
+            return self.kernels.down_combine(
+                y_XF,
+                self.down,
+                self.down_scale,
+                rows,
+                weights_TK=weights_TK,
+                shared_TD=shared_TD,
+                residual_TD=stream_TD,
+            )
         y_XD = products.down(y_XF, self.down, self.down_scale, rows, self.num_chosen)
-        return self.kernels.combine(y_XD, weights_TK, rows.row_of_TK, shared_TD, stream_TD)
+        return self.kernels.combine(
+            y_XD, weights_TK, rows.row_of_TK, shared_TD=shared_TD, residual_TD=stream_TD
+        )
 
 
 class MoE(Layer):
@@ -174,23 +190,34 @@ class MoE(Layer):
         self.ranks = ops.experts.ranks(layer, share)
         held = self.ranks[rank := share.start // share.count]
         own = Span(len(held) * len(self.ranks), len(held) * rank, len(held))
-        of = {one: at for at, one in enumerate(held)}
-        places = tuple(of.get(one, -1) for one in range(experts[1]))
+        local = {expert: index for index, expert in enumerate(held)}
+        places = tuple(local.get(expert, -1) for expert in range(experts[1]))
         inner_span = mesh.span(*inner) if mesh.ep_size == 1 else whole
         self.counted: tuple[Tensor, Tensor | None] | None = None
         self.shared = None
-        gate = [("shared", Span(1, 0, 1))] * (shared > 0 and gates_shared)
+        router_parts = [("", everyone)]
+        if shared > 0 and gates_shared:
+            router_parts.append(("shared", Span(1, 0, 1)))
         if shared == inner[1] and mesh.ep_size == 1 and ops.experts.spread is None:
             rule = replace(rule, shared="gated" if gates_shared else "whole")
             own = Span(experts[1] + 1, 0, experts[1] + 1)
         elif shared:
-            self.shared = MLP(hidden_size, shared, eps, mesh, ops)
+            self.shared = MLP(
+                hidden_size=hidden_size, intermediate_size=shared, eps=eps, mesh=mesh, ops=ops
+            )
         self.num_ranked = experts[1] + (rule.shared == "gated")  # logits passed to route()
         self.norm_weight = parameter(hidden_size) if self.shared is None else None
-        self.router = Router([("", everyone), *gate], hidden_size, ops, exact=exact)
+        self.router = Router(router_parts, hidden_size, ops, exact=exact)
         self.bias = parameter(experts[1], dtype=torch.float32) if exact else None
-        sizes = hidden_size, own, inner_span, num_chosen
-        self.experts = ExpertMLPs(*sizes, rule, ops.experts, places)
+        self.experts = ExpertMLPs(
+            hidden_size=hidden_size,
+            experts=own,
+            inner=inner_span,
+            num_chosen=num_chosen,
+            rule=rule,
+            kernels=ops.experts,
+            places=places,
+        )
 
     def count(self, tokens_X: Tensor) -> None:
         """Start counting routed tokens per expert replica in `tokens_X`.
@@ -209,8 +236,8 @@ class MoE(Layer):
         """Return the residual stream plus the block's result. May overwrite its input."""
         x_TD, logits_TE, stream = self._normed(residual)
         shared_TD, stream = self._of_shared(logits_TE, stream)
-        where = self._of_tokens(ctx)
-        routed = self.experts.route(logits_TE[:, : self.num_ranked], self.bias, *where)
+        uniform, placed = self._of_tokens(ctx)
+        routed = self.experts.route(logits_TE[:, : self.num_ranked], self.bias, uniform, placed)
         if self.mesh.lanes > 1:
             self._exchange(ctx, x_TD, routed, stream.stream_TD)
             return stream if shared_TD is None else Pending(stream.stream_TD, shared_TD)
@@ -238,13 +265,15 @@ class MoE(Layer):
     def _normed(self, residual: Residual) -> tuple[Tensor, Tensor, Added]:
         """Return the normalised stream, the router's logits and the stream."""
         owner = self if self.shared is None else self.shared.gate_up
-        norm = owner.get_parameter("norm_weight"), self.eps
-        together, router = self.ops.experts.norm_router, self.router
-        if together and isinstance(residual, Added) and len(residual.stream_TD) <= FEW_ROWS:
-            x_TD, logits_TE = together(residual.stream_TD, *norm, router.weight)
+        norm_weight = owner.get_parameter("norm_weight")
+        norm_router = self.ops.experts.norm_router
+        if norm_router and isinstance(residual, Added) and len(residual.stream_TD) <= FEW_ROWS:
+            x_TD, logits_TE = norm_router(
+                residual.stream_TD, norm_weight, self.eps, self.router.weight
+            )
             return x_TD, logits_TE, residual
-        x_TD, stream = self.ops.norm(residual, *norm)
-        return x_TD, router.product(x_TD), stream
+        x_TD, stream = self.ops.norm(residual, norm_weight, self.eps)
+        return x_TD, self.router.product(x_TD), stream
 
     def _of_shared(self, logits_TE: Tensor, stream: Added) -> tuple[Tensor | None, Added]:
         """Return this rank's result of the shared expert, or None if the stream includes it."""
@@ -268,10 +297,12 @@ class MoE(Layer):
         of them. The block's result comes in addition.
         """
         hidden_size, inner = self.experts.down.shape[1:]
-        more = len(self.router.weight) + (0 if self.shared is None else hidden_size)
-        more += 2 * hidden_size * (self.mesh.lanes > 1)  # tokens of all lanes, and their sums
-        pairs = self.experts.num_chosen * (hidden_size + inner + 8)  # 8: the sorted lists
-        return pairs + more + max(pending, hidden_size)
+        total = len(self.router.weight) + max(pending, hidden_size)
+        if self.shared is not None:
+            total += hidden_size
+        if self.mesh.lanes > 1:
+            total += 2 * hidden_size  # tokens of all lanes, and their sums
+        return total + self.experts.num_chosen * (hidden_size + inner + 8)  # 8: the sorted lists
 
     def _of_tokens(self, ctx: ForwardContext) -> tuple[Uniform | None, Placed | None]:
         """Return the tokens' slots and positions, and their slot mappings, where they are needed.

@@ -250,7 +250,8 @@ class Ops:
             ) -> tuple[Product, Added]:
                 return multiply(residual.stream_TD, norm_weight_D, eps, weight), residual
 
-            return Implementation("norm+skinny" + "+gate" * gated, fused, norms=True)
+            name = "norm+skinny+gate" if gated else "norm+skinny"
+            return Implementation(name, fused, norms=True)
         product = (self._gated if gated else self._sliced)(weight_ND, num_rows)
 
         def run(

@@ -55,8 +55,9 @@ class Parted:
 
     def normed(self, weight_D: Tensor, eps: float) -> tuple[Tensor, Added]:
         """Return the normalised stream, and the stream. Overwrites both tensors."""
-        tensors = self.part_TD, self.stream_TD, weight_D
-        y_TD, stream_TD = all_reduce_add_norm(*tensors, eps, self.peers)
+        y_TD, stream_TD = all_reduce_add_norm(
+            self.part_TD, self.stream_TD, weight_D, eps=eps, peers=self.peers
+        )
         return y_TD, Added(stream_TD)
 
 

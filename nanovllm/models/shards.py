@@ -123,7 +123,8 @@ def runs(tensors: Iterable[tuple[Stored, Destination]]) -> list[list[Piece]]:
 
 def pieces_of(tensor: Stored, to: Destination) -> Iterator[Piece]:
     path, begin, end, dtype, (height, *others) = tensor
-    width = row_bytes = (end - begin) // height  # in the file; that are read
+    width = (end - begin) // height  # bytes of a row in the file
+    row_bytes = width  # bytes of a row that are read
     stride = 0
     if to.dim and to.count:
         column_bytes = width // others[0]

@@ -47,10 +47,10 @@ class NcclMesh(Mesh):
             return
         store = c10d.FileStore(self.rendezvous, self.size)
         device = torch.device("cuda", torch.cuda.current_device())
-        place = self.rank, self.size
         options = c10d.ProcessGroupNCCL.Options()
-        nccl = c10d.ProcessGroupNCCL(c10d.PrefixStore("nccl", store), *place, options)
-        peers = connect_peers(c10d.PrefixStore("peers", store), *place, device)
+        nccl_store, peers_store = c10d.PrefixStore("nccl", store), c10d.PrefixStore("peers", store)
+        nccl = c10d.ProcessGroupNCCL(nccl_store, self.rank, self.size, options)
+        peers = connect_peers(peers_store, self.rank, self.size, device)
         self.connected.append(Links(nccl, peers, own_bytes=peers.capacity))
         ours: Callable[[Tensor], object] = partial(own.all_reduce, peers=peers)
         theirs: Callable[[Tensor], object] = self._nccl
@@ -93,11 +93,14 @@ class NcclMesh(Mesh):
     def gather_tokens(
         self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_tokens: int
     ) -> tuple[Tensor, ...]:
-        parts, (_, peers, own_bytes) = (x_TD, weights_TK, experts_TK), self.connected[0]
+        _, peers, own_bytes = self.connected[0]
         num_bytes = num_tokens * exchange.token_bytes(x_TD, weights_TK.shape[1])
         if num_bytes <= min(own_bytes + own_bytes // 8, peers.capacity):
-            return exchange.gather_tokens(*parts, num_tokens, peers)
-        return tuple(self._nccl_gather(one).flatten(0, 1) for one in padded(*parts, num_tokens))
+            return exchange.gather_tokens(
+                x_TD, weights_TK, experts_TK, num_tokens=num_tokens, peers=peers
+            )
+        parts = padded(x_TD, weights_TK, experts_TK, num_tokens)
+        return tuple(self._nccl_gather(part).flatten(0, 1) for part in parts)
 
     def add_own_sums(self, parts_ITD: Tensor, stream_TD: Tensor) -> None:
         links = self.connected[0]

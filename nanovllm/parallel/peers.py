@@ -61,11 +61,11 @@ def connect_peers(
     handle = c10d._SymmetricMemory.rendezvous(buffer, GROUP)
     c10d._unregister_process_group(GROUP)
     return Peers(
-        rank,
-        size,
-        capacity,
-        torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
-        torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
+        rank=rank,
+        size=size,
+        capacity=capacity,
+        addresses_I=torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
+        calls_X=torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
         keeps=(buffer, handle),
     )
 

@@ -95,6 +95,14 @@ def places_of(config: Config, folder: str, engine: int = 0) -> list[Place]:
         rings = [ring(1) for _ in readers]
         backs = [[end for _, (end,) in rings], *[back for back, _ in rings]]
     return [
-        Place(rank, size, engine * size + rank, rendezvous, end, number, back)
+        Place(
+            rank=rank,
+            size=size,
+            device=engine * size + rank,
+            rendezvous=rendezvous,
+            ring=end,
+            engine=number,
+            back=back,
+        )
         for rank, (end, back) in enumerate(zip(ends, backs, strict=True))
     ]

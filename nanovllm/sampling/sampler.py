@@ -86,8 +86,14 @@ class Sampler:
         thresholds_S: Tensor | None = None,
     ) -> Tensor:
         """Return a token per row, int64, by seed and temperature. A CUDA graph can capture it."""
-        columns = self.inverse_temperatures_N, self.seeds_N
-        return self._draw(logits_SV, slots_S, positions_S, *columns, thresholds_S)
+        return self._draw(
+            logits_SV,
+            slots_S,
+            positions_S,
+            self.inverse_temperatures_N,
+            self.seeds_N,
+            thresholds_S,
+        )
 
     def warm_up(self, logits_SV: Tensor) -> None:
         """Compile the kernels of all kinds of steps for such logits, so that no request waits."""

@@ -58,5 +58,11 @@ class Truncation:
         return found_W.new_full((len(logits_SV),), -math.inf).index_copy_(0, at_W, found_W)
 
     def _found(self, logits_WV: Tensor, slots_W: Tensor) -> Tensor:
-        columns = self.inverse_temperatures_N, self.top_k_N, self.top_p_N, self.min_p_gap_N
-        return self.find_thresholds(logits_WV, slots_W, *columns)
+        return self.find_thresholds(
+            logits_WV,
+            slots_W,
+            self.inverse_temperatures_N,
+            self.top_k_N,
+            self.top_p_N,
+            self.min_p_gap_N,
+        )

@@ -132,13 +132,24 @@ class Lanes:
         found = []
         for at, plan in enumerate(plans):
             if plan is None:
-                plan = StepPlan(0, [], [], len(row) // 4, row, [], 1, [])
+                plan = StepPlan(
+                    step=0,
+                    admits=[],
+                    grants=[],
+                    num_decodes=len(row) // 4,
+                    decodes=row,
+                    chunks=[],
+                    max_length=1,
+                    masked=[],
+                )
             elif plan.decodes is not None:
                 self._decodes[at] = plan.decodes
             elif self._idled[at]:
                 plan = replace(plan, decodes=self._decodes[at])
             self._idled[at] = plans[at] is None
-            drafts = plan.drafts or bytes(4 * plan.num_decodes * has_drafts)
+            drafts = plan.drafts
+            if has_drafts and not drafts:
+                drafts = bytes(4 * plan.num_decodes)
             found.append(replace(plan, chunks=plan.chunks or no_chunks, drafts=drafts))
         most = max(plan.num_decoded + plan.num_prompt for plan in found)
         return [replace(plan, lane_tokens=most) for plan in found]
@@ -153,14 +164,14 @@ class Lanes:
                      for first, plan in found if plan.num_decodes]  # fmt: skip
             decodes = np.concatenate([np.zeros(0, np.int32), *slots]).astype(np.int32).tobytes()
         return LanesPlan(
-            self._step,
-            [replace(a, slot=first + a.slot) for first, plan in found for a in plan.admits],
-            [],
-            sum(plan.num_decodes for _, plan in found),
-            decodes,
-            [replace(c, slot=first + c.slot) for first, plan in found for c in plan.chunks],
-            max(plan.max_length for _, plan in found),
-            [row for _, plan in found for row in plan.masked],
+            step=self._step,
+            admits=[replace(a, slot=first + a.slot) for first, plan in found for a in plan.admits],
+            grants=[],
+            num_decodes=sum(plan.num_decodes for _, plan in found),
+            decodes=decodes,
+            chunks=[replace(c, slot=first + c.slot) for first, plan in found for c in plan.chunks],
+            max_length=max(plan.max_length for _, plan in found),
+            masked=[row for _, plan in found for row in plan.masked],
             drafts=b"".join(alike[first // self.padding].drafts for first, _ in found),
             lanes=tuple(alike),
         )

@@ -177,7 +177,15 @@ class Queue:
         end, save_to, at = self.memory.cut(request.id, done, most, waiting)
         self.decoding.planned[request.slot] = end
         self.memory.expect(request.id, end)
-        plan.chunks.append(Chunk(request.slot, end - done, end >= until, save_to, done, at - done))
+        chunk = Chunk(
+            slot=request.slot,
+            num_tokens=end - done,
+            samples=end >= until,
+            save_to=save_to,
+            start=done,
+            save_at=at - done,
+        )
+        plan.chunks.append(chunk)
         plan.chunked.append(request)
         plan.budget -= end - done
         plan.num_tokens += end - done

@@ -38,7 +38,12 @@ class Request:
 def arrive(spec: Generate, urgency: tuple[float, int], page_tokens: int) -> Request:
     tokens = array("i")
     tokens.frombytes(spec.prompt)
-    num_prompt = len(tokens)
-    limit = num_prompt + spec.max_new
-    keys = PageKeys(tokens, spec.salt, page_tokens)
-    return Request(spec, urgency, tokens, keys, num_prompt, limit, frozenset(spec.stop_ids))
+    return Request(
+        spec=spec,
+        urgency=urgency,
+        tokens=tokens,
+        keys=PageKeys(tokens, spec.salt, page_tokens),
+        num_prompt=len(tokens),
+        limit=len(tokens) + spec.max_new,
+        stop_ids=frozenset(spec.stop_ids),
+    )

@@ -236,7 +236,11 @@ class Scheduler:
         kept_R = self._append(flight, result)
         logprobs = [
             TokenLogprobs(
-                int(rows.ids[p.row]), int(lines[p.row, p.nth]), p.logprob, p.top_ids, p.top_logprobs
+                request_id=int(rows.ids[p.row]),
+                token_id=int(lines[p.row, p.nth]),
+                logprob=p.logprob,
+                top_ids=p.top_ids,
+                top_logprobs=p.top_logprobs,
             )
             for p in result.logprobs
             if p.nth < kept_R[p.row]

@@ -96,7 +96,7 @@ MUTANTS = [
     Mutant("a state is found without its last page", HYBRID, "self.states.longest(keys, len(pages) * size)", "self.states.longest(keys, len(keys.tokens))", "test_an_equal_prompt_computes_its_last_page_alone_from_the_second_on"),
     Mutant("ends of prompts are not saved", HYBRID, "return end, self._save(request_id, last), last", "return end, -1, last", "test_an_equal_prompt_computes_its_last_page_alone_from_the_second_on"),
     Mutant("a chunk ends where its prompt's last page begins", HYBRID, "return end, self._save(request_id, last), last", "return last, self._save(request_id, last), last", "test_a_prompt_of_one_chunk_is_not_cut_to_be_saved"),
-    Mutant("a chunk saves its end", QUEUE, "save_to, done, at - done))", "save_to, done, end - done))", "test_an_equal_prompt_computes_its_last_page_alone_from_the_second_on"),
+    Mutant("a chunk saves its end", QUEUE, "save_at=at - done,", "save_at=end - done,", "test_an_equal_prompt_computes_its_last_page_alone_from_the_second_on"),
     Mutant("device: a chunk saves its end", PAPER, "states[save_at - 1]", "states[-1]", "test_an_equal_prompt_computes_its_last_page_alone_from_the_second_on"),
     Mutant("long prompts are saved at their ends only", HYBRID, "        if end % size or end - text.num_saved < self.every:\n", "        if True:\n", "test_long_prompts_leave_states_on_their_way_at_page_boundaries"),
     Mutant("prompts of whole pages are saved at their very ends", HYBRID, "self._most_shared(text.keys) * size", "len(text.keys.tokens) // size * size", "test_an_equal_prompt_computes_its_last_page_alone_from_the_second_on"),
