@@ -92,7 +92,7 @@ def test_an_engine_is_told_once_that_no_api_process_follows(pipe) -> None:
 def test_only_an_engine_of_several_may_be_replaced_for_a_stuck_step(monkeypatch) -> None:
     found: list[float] = []
     monkeypatch.setattr("nanovllm.ipc.channel.Listener", lambda path: path)
-    monkeypatch.setattr("nanovllm.engine.process.main", lambda *given: given)
+    monkeypatch.setattr("nanovllm.engine.process.main", lambda *args, **kwargs: None)
     for overrides in (["parallel.dp=1"], ["parallel.dp=2"], ["parallel.dp=2", "server.stall_s=2"]):
         config = load_config("paper", overrides)
         (place,) = launch.places_of(config, "")
