@@ -60,23 +60,23 @@ def check_names(names: Collection[str], where: str, base: str | None = None) -> 
     if any(name.endswith(".gguf") for name in names):
         raise ConfigError(f"{where} has GGUF files, {no_gguf(where)}")
     if has_weights:
-        raise ConfigError(f"{where} has no config.json, so no model to serve")
+        raise ConfigError(f"{where} has no config.json, so it is not a model")
     if any(name.endswith(PICKLED) for name in plain):
         raise ConfigError(
-            f"{where} has pickled weights alone (such as pytorch_model.bin), which may run code as "
-            "they are loaded: convert them once with transformers' save_pretrained, which writes "
-            "safetensors, or serve a revision of the model that has *.safetensors"
+            f"{where} has only pickled weights (such as pytorch_model.bin), which can run code "
+            "when they are loaded: convert them once with transformers' save_pretrained, which "
+            "writes safetensors, or serve a revision of the model that has *.safetensors"
         )
     if CONFIG in plain:
         raise ConfigError(f"{where} has no *.safetensors; --load-format dummy runs without weights")
-    raise ConfigError(f"{where} has no config.json, so no model to serve")
+    raise ConfigError(f"{where} has no config.json, so it is not a model")
 
 
 def no_gguf(where: str) -> str:
     base = made_from(where)
     named = f", {base}" if base != where.rsplit("/", 1)[-1] else ""
     return (
-        f"which nanovllm cannot read: serve the model that it was made from{named}, by its Hub "
+        f"which nanovllm cannot read: serve the original model{named}, by its Hub "
         "id or its folder of *.safetensors"
     )
 
@@ -114,7 +114,7 @@ def check(folder: Path, *, has_weights: bool = True) -> None:
     if has_weights:
         check_names(names, str(folder), base_of(folder))
     elif CONFIG not in names:
-        raise ConfigError(f"{folder} has no config.json, so no model to serve")
+        raise ConfigError(f"{folder} has no config.json, so it is not a model")
     for path in read_files(folder):
         check_inside(folder, path)
         if head_of(path, len(LFS)) == LFS and path.stat().st_size <= MOST_LFS_BYTES:
@@ -148,10 +148,10 @@ def check_inside(folder: Path, path: Path) -> None:
         allowed.append(home.parent.parent / "blobs")
     if not any(target.is_relative_to(place) for place in allowed):
         raise ConfigError(
-            f"{path} is a link to {target}, outside of the model's folder: copy the file there"
+            f"{path} is a link to {target}, outside the model's folder: copy the file there"
         )
     if not path.exists():
-        raise ConfigError(f"{path} is a link to {target}, which is not there")
+        raise ConfigError(f"{path} is a link to {target}, which does not exist")
 
 
 def head_of(path: Path, count: int) -> bytes:
@@ -205,7 +205,7 @@ def weight_files(folder: Path) -> tuple[Path, list[Path]]:
 def check_named(folder: Path, index: Path, name: str) -> None:
     """Raise ConfigError unless a file of the index exists inside the folder."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ConfigError(f"{index}: names {json.dumps(name)}, which is outside of the folder")
+        raise ConfigError(f"{index}: names {json.dumps(name)}, which is outside the folder")
     if not (folder / name).is_file():
-        raise ConfigError(f"{index}: names {name}, which is not there")
+        raise ConfigError(f"{index}: names {name}, which does not exist")
     check_inside(folder, folder / name)

@@ -274,8 +274,8 @@ def _find(named: str | None) -> tuple[dict[str, Any], str, Path]:
     known = recipes.shipped()
     near = difflib.get_close_matches(named, known, 1)
     raise ConfigError(
-        f"{named!r} is no recipe file, no model's folder, no hub id (owner/name) and no shipped "
-        f"recipe ({', '.join(known)})" + (f"; did you mean {near[0]}?" if near else "")
+        f"{named!r} is not a recipe file, a model folder, a Hub id (owner/name) or a "
+        f"built-in recipe ({', '.join(known)})" + (f"; did you mean {near[0]}?" if near else "")
     )
 
 
@@ -382,8 +382,8 @@ def locate(checked: Checked, check: Check | None = None) -> Config:
             raise ConfigError(f"config: {config_path} does not exist")
     else:
         raise ConfigError(
-            f"model {recipe.model!r} is neither a folder nor a model that the hub or its local "
-            "cache has; or use --load-format dummy with a recipe that names its config"
+            f"cannot find model {recipe.model!r}: it is not a folder, and neither the Hub nor its "
+            "cache has it; random weights need --load-format dummy and a recipe with config"
         )
     check(config_path, recipe.model)
     has_tokenizer = folder is not None and (folder / "tokenizer.json").is_file()
@@ -444,7 +444,7 @@ def usable_key(key: str, named: str) -> str:
         cure = "leave it out, and the server needs no key, or give one"
         raise ConfigError(f"{named} is empty; {cure}")
     if not bare.isprintable():
-        raise ConfigError(f"{named} has control characters, which no header can carry")
+        raise ConfigError(f"{named} has control characters, which a header cannot contain")
     return bare
 
 

@@ -82,9 +82,9 @@ class Spread:
         if len(ranks) != num_ranks:
             problem = f"is placed over {len(ranks)} ranks; parallel.ep is {num_ranks}"
         elif {*chain(*ranks)} != {*range(num_experts)}:
-            problem = f"has not the experts 0 to {num_experts - 1}, which the model has"
+            problem = f"must have all experts of the model, 0 to {num_experts - 1}"
         elif len(sizes) > 1:
-            problem = "does not have equally many experts on each rank, none of them twice"
+            problem = "must have the same number of experts on each rank, none of them twice"
         if problem:
             raise ConfigError(f"experts.placement: {self.path}: layer {layer} {problem}")
         return ranks
@@ -104,7 +104,7 @@ def write_placement(lines: bytes, path: Path, num_ranks: int, more: int) -> None
         counts[one.layer] = [*map(add, counts.get(one.layer, repeat(0)), one.tokens)]
     layers = [*map(PlacedLayer, counts, counts.values())]
     if not layers or len(layers[0].tokens) % num_ranks:
-        unseen = "no experts, or tells of none, as its server.page is off"
+        unseen = "no experts, or does not report them because server.page is off"
         told = f"{len(layers[0].tokens)} experts over {num_ranks} ranks" if layers else unseen
         raise ConfigError(f"--expert-load {path}: the engine has {told}")
     done = (replace(one, ranks=placed(one.tokens, num_ranks, more)) for one in layers)
@@ -154,4 +154,4 @@ def check(experts: Experts, load_format: str, tp: int, ep: int) -> None:
     if experts.routing == "uniform" and load_format != "dummy":
         raise ConfigError("experts.routing is uniform; it must be auto unless load.format is dummy")
     if experts.placement is not None and ep == 1:
-        raise ConfigError("experts.placement is for parallel.ep above 1, which is 1")
+        raise ConfigError("experts.placement needs a parallel.ep above 1; it is 1")

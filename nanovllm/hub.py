@@ -115,7 +115,7 @@ def offline(model: str, error: Exception, known: Collection[str]) -> Path:
     found = cached(model)
     if found is None or not any(is_weights(path.name) for path in found.iterdir()):
         raise failed(model, error, known) from None
-    log.warning("no answer from the Hub for %s: what its cache has is served", model)
+    log.warning("no answer from the Hub for %s; serving the files of its cache", model)
     return found
 
 
@@ -170,7 +170,7 @@ def failed(model: str, error: Exception, known: Collection[str]) -> ConfigError:
     if isinstance(error, errors.OfflineModeIsEnabled):
         return ConfigError(
             f"{model} is not in the Hub's cache ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE "
-            "forbids to download it: unset that, or name a folder"
+            "forbids downloading it: unset that, or name a folder"
         )
     if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
@@ -181,7 +181,7 @@ def failed(model: str, error: Exception, known: Collection[str]) -> ConfigError:
     if isinstance(error, PermissionError):
         return ConfigError(f"cannot write {error.filename}: {error.strerror}; set HF_HOME")
     if isinstance(error, errors.HFValidationError):
-        return ConfigError(f"{model} is not an id that the Hub can have: {error}")
+        return ConfigError(f"{model} is not a valid Hub id: {error}")
     why = str(error).strip().splitlines()[:1] or [type(error).__name__]
     return ConfigError(
         f"no connection to {constants.ENDPOINT} ({why[0]}), and {model} is not in the Hub's cache: "

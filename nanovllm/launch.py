@@ -72,7 +72,9 @@ def engine_processes(config: Config) -> Iterator[tuple[list[str], Fleet]]:
     try:
         folder = tempfile.mkdtemp(prefix="nanovllm-")
     except OSError as error:  # its message lists the folders that were tried
-        raise ConfigError(f"no folder for the engine's socket (TMPDIR): {error}") from None
+        raise ConfigError(
+            f"cannot create a folder for the engine's socket (TMPDIR): {error}"
+        ) from None
     asked = config.recipe.parallel
     paths = [os.path.join(folder, f"{at}.sock") for at in range(asked.dp)]
     try:
@@ -254,7 +256,7 @@ def drained(fleet: Fleet, workers: Sequence[BaseProcess], limit_s: float) -> int
             word.send(LEAVE)
     stop(fleet.processes, LAST_WORDS_S, fleet)
     if wrong := [one.name for one in asked if one.exitcode not in (0, -signal.SIGTERM)]:
-        log.error("%s did not end well", ", ".join(wrong))
+        log.error("%s failed to shut down cleanly", ", ".join(wrong))
     return EXIT_CRASH if wrong else 0
 
 

@@ -89,7 +89,7 @@ class QueuedLines(logging.Handler):
                 return
             dropped, self._dropped = self._dropped, 0
         if dropped:
-            said = f"{dropped} lines of this log are missing here: nobody took them"
+            said = f"{dropped} lines of this log are missing here: stdout did not accept them"
             self._put(logging.LogRecord("log", logging.WARNING, "", 0, said, None, None))
         self._put(record)
 

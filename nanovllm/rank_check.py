@@ -27,8 +27,8 @@ def check_ranks(config: Config) -> None:
     each = num_ranks(asked)
     if recipe.device != "cpu" and num_gpus and each * asked.dp > num_gpus:
         raise ConfigError(
-            f"parallel asks for {each * asked.dp} GPUs, {each} for each of {asked.dp} engines; "
-            f"visible: {num_gpus}. Lower parallel.tp, ep or dp, or use --device cpu"
+            f"parallel needs {each * asked.dp} GPUs, {each} for each of {asked.dp} engines; "
+            f"{num_gpus} are visible. Lower parallel.tp, ep or dp, or use --device cpu"
         )
     if each > 1 and not divides(read_fields(config.config_path), asked.tp, asked.ep):
         from nanovllm.models.config import read_model_config

@@ -29,7 +29,7 @@ class Speculate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def check(speculate: Speculate, engine: str) -> None:
     """Raise ConfigError if a value is out of range, or the engine does not support drafts."""
     if engine == "paper":
-        raise ConfigError("speculate: the paper engine has no text to guess; leave it out")
+        raise ConfigError("speculate: the paper engine does not support drafts; leave it out")
     tokens, accept = speculate.tokens, speculate.accept
     is_synthetic, least = speculate.method == "synthetic", speculate.min_match
     for name, low, why, high in (
@@ -45,5 +45,5 @@ def check(speculate: Speculate, engine: str) -> None:
         text = "is for synthetic drafts; drop it, or write speculate.method: synthetic"
         raise ConfigError(f"speculate.accept {text}")
     if is_synthetic and (len(accept) != tokens or not is_falling):
-        text = f"{tokens} numbers (speculate.tokens) between 0 and 1, none above the one before it"
+        text = f"{tokens} numbers (speculate.tokens) between 0 and 1, each at most the previous one"
         raise ConfigError(f"speculate.accept is {accept}; it must be {text}")

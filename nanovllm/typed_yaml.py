@@ -36,7 +36,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # the package has no type
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if twice := sorted({key for key in keys if keys.count(key) > 1}):
-            problem = f"the key {twice[0]} stands twice"
+            problem = f"the key {twice[0]} is given twice"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         found: dict[Any, Any] = super().construct_mapping(node, deep)
         return found

@@ -60,11 +60,11 @@ def pointer(name: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (Path.mkdir, "FOLDER has no config.json, so no model to serve"),
+        (Path.mkdir, "FOLDER has no config.json, so it is not a model"),
         (adapter, "FOLDER is a PEFT adapter, not a model: merge it into Qwen/Qwen3-8B"),
         (adapter_with_config, "FOLDER is a PEFT adapter, not a model: merge it into Qwen/Qwen3-8B"),
-        (pickled, "FOLDER has pickled weights alone (such as pytorch_model.bin)"),
-        (gguf, "FOLDER has GGUF files, which nanovllm cannot read: serve the model"),
+        (pickled, "FOLDER has only pickled weights (such as pytorch_model.bin)"),
+        (gguf, "FOLDER has GGUF files, which nanovllm cannot read: serve the original model"),
         (
             lambda folder: demo(folder, "*.safetensors"),
             "FOLDER has no *.safetensors; --load-format dummy runs without weights",
@@ -88,8 +88,8 @@ def test_every_folder_that_is_no_checkpoint_has_a_sentence(tmp_path, make, said)
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Qwen3-8B-Q4_K_M.gguf", "is a GGUF file, which nanovllm cannot read: serve the model that "
-         "it was made from, Qwen3-8B, by its Hub id"),
+        ("Qwen3-8B-Q4_K_M.gguf", "is a GGUF file, which nanovllm cannot read: serve the "
+         "original model, Qwen3-8B, by its Hub id"),
         ("renamed.yaml", "is a GGUF file"),
         ("model.safetensors", "is a file of weights: name its folder, which has a config.json"),
         ("pytorch_model.bin", "is a file of weights: name its folder"),
@@ -122,7 +122,7 @@ def test_an_index_stays_inside_of_its_folder(tmp_path, name) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": {"x": name}}))
     line = line_of(folder)
     assert line.startswith(f"{folder / INDEX}: names ")
-    assert ("is outside of the folder" in line) == (name != ".")
+    assert ("is outside the folder" in line) == (name != ".")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_links_out_of_the_folder_are_refused(tmp_path, name) -> None:
     for target in (outside, f"../{name}"):
         (folder / name).symlink_to(target)
         assert line_of(folder) == (
-            f"{folder / name} is a link to {outside}, outside of the model's folder: "
+            f"{folder / name} is a link to {outside}, outside the model's folder: "
             "copy the file there"
         )
         (folder / name).unlink()
@@ -158,7 +158,7 @@ def test_an_index_may_not_name_a_link_that_leads_out(tmp_path) -> None:
     (folder / "part").symlink_to(tmp_path)
     shutil.copy(folder / "model.safetensors", tmp_path / "x.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"x": "part/x.safetensors"}}))
-    assert "outside of the model's folder" in line_of(folder)
+    assert "outside the model's folder" in line_of(folder)
 
 
 def test_the_folder_itself_may_be_a_link(tmp_path) -> None:
@@ -181,10 +181,10 @@ def test_links_of_the_hubs_cache_lead_to_blobs_of_the_same_model(tmp_path) -> No
     (snapshot / "config.json").resolve().rename(other / "0")
     (snapshot / "config.json").unlink()
     (snapshot / "config.json").symlink_to(other / "0")
-    assert "outside of the model's folder" in line_of(snapshot)
+    assert "outside the model's folder" in line_of(snapshot)
     (snapshot / "config.json").unlink()
     (snapshot / "config.json").symlink_to(blobs / "gone")
-    assert line_of(snapshot).endswith("blobs/gone, which is not there")
+    assert line_of(snapshot).endswith("blobs/gone, which does not exist")
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_dummy_weights_need_only_the_recipe_s_config() -> None:
 
 @pytest.mark.parametrize("model", ["./nowhere", "no one/nothing", "nowhere"])
 def test_a_model_that_is_nowhere_is_named(model: str) -> None:
-    with pytest.raises(ConfigError, match=f"model '{model}' is neither"):
+    with pytest.raises(ConfigError, match=f"cannot find model '{model}': it is not"):
         load_config(None, [f"model={model}"])
 
 

@@ -126,14 +126,14 @@ def test_what_lies_here_wins_over_what_is_shipped(tmp_path: Path, monkeypatch) -
 
 
 def test_what_is_none_of_these_is_told_what_there_is(tmp_path: Path) -> None:
-    said = f"no model's folder, no hub id (owner/name) and no shipped recipe ({SHIPPED})"
-    assert refused("xyz") == f"'xyz' is no recipe file, {said}"
+    said = f"a model folder, a Hub id (owner/name) or a built-in recipe ({SHIPPED})"
+    assert refused("xyz") == f"'xyz' is not a recipe file, {said}"
     assert refused("qwen3").endswith("; did you mean qwen3-8b?")
-    assert refused("a/b/c").startswith("'a/b/c' is no recipe file")
-    assert refused("") == f"'' is no recipe file, {said}"
+    assert refused("a/b/c").startswith("'a/b/c' is not a recipe file")
+    assert refused("") == f"'' is not a recipe file, {said}"
     missing = str(tmp_path / "x.yaml")
     assert refused(missing) == f"cannot read recipe {missing}: No such file or directory"
-    assert refused(str(tmp_path)) == f"{tmp_path} has no config.json, so no model to serve"
+    assert refused(str(tmp_path)) == f"{tmp_path} has no config.json, so it is not a model"
 
 
 def test_the_wheel_ships_recipes_and_every_package() -> None:
@@ -200,7 +200,7 @@ def test_the_wheel_ships_recipes_and_every_package() -> None:
          "dtype, quantize, cpu_threads, load, parallel, experts, cache, schedule, kernels, server, "
          "structured_outputs, paper, speculate"),
         ("load={seed: 1, seed: 2}",
-         "--set load: the value is not YAML: line 1: the key seed stands twice"),
+         "--set load: the value is not YAML: line 1: the key seed is given twice"),
     ],
 )  # fmt: skip
 def test_a_wrong_key_or_value_is_named(override: str, line: str) -> None:
@@ -216,7 +216,7 @@ def test_a_recipe_is_text_without_double_keys(tmp_path: Path) -> None:
     path.write_bytes(b"model: \xff")
     assert refused(str(path)) == f"recipe {path} is not text in UTF-8"
     path.write_text("cache: {pages: 3}\nmodel: demo\ncache: {pages: 4}\n")
-    assert refused(str(path)) == f"recipe {path} is not YAML: line 1: the key cache stands twice"
+    assert refused(str(path)) == f"recipe {path} is not YAML: line 1: the key cache is given twice"
     path.write_text("- model\n")
     assert refused(str(path)).endswith("expected sections such as 'model:' at the top")
     path.write_text("[" * 5000)

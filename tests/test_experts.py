@@ -70,12 +70,12 @@ def test_a_file_says_what_each_rank_holds(tmp_path: Path) -> None:
     ("ranks", "said"),
     [
         ([[0, 1, 2, 3]], "is placed over 1 ranks; parallel.ep is 2"),
-        ([[0, 1], [2, 4]], "has not the experts 0 to 3, which the model has"),
-        ([[0, 1], [2, 2]], "has not the experts 0 to 3, which the model has"),
+        ([[0, 1], [2, 4]], "must have all experts of the model, 0 to 3"),
+        ([[0, 1], [2, 2]], "must have all experts of the model, 0 to 3"),
         ([[0, 1, 1], [2, 3, 0]],
-         "does not have equally many experts on each rank, none of them twice"),
+         "must have the same number of experts on each rank, none of them twice"),
         ([[0, 1], [2, 3, 0]],
-         "does not have equally many experts on each rank, none of them twice"),
+         "must have the same number of experts on each rank, none of them twice"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_one_line(ranks: ExpertsByRank, said: str, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_no_such_file_is_one_line(tmp_path: Path) -> None:
 def test_a_placement_needs_ranks() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, ["experts.placement=x.json"])
-    assert str(caught.value) == "experts.placement is for parallel.ep above 1, which is 1"
+    assert str(caught.value) == "experts.placement needs a parallel.ep above 1; it is 1"
 
 
 def test_what_an_engine_tells_becomes_a_placement(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_what_an_engine_tells_becomes_a_placement(tmp_path: Path) -> None:
     assert Spread(str(path)).ranks(3, 2, 2) == [[1], [0]]
     write_placement(lines + b"\n" + lines, path, 2, 0)  # two engines
     assert path.read_bytes().startswith(b'{"layer":1,"tokens":[100,12],"ranks":[[0],[1]]}\n')
-    unseen = "no experts, or tells of none, as its server.page is off"
+    unseen = "no experts, or does not report them because server.page is off"
     for wrong, ranks, said in ((lines, 3, "2 experts over 3 ranks"), (b"", 2, unseen)):
         with pytest.raises(ConfigError) as caught:
             write_placement(wrong, path, ranks, 0)

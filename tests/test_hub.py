@@ -91,7 +91,7 @@ def test_a_quantised_model_is_not_downloaded_first(hub, tmp_path) -> None:
     ("files", "says"),
     [
         ({"Qwen3-8B-Q4_K_M.gguf": b"x", "README.md": b""}, "has GGUF files, which nanovllm cannot"),
-        ({"config.json": encoded(CONFIG), "pytorch_model.bin": b"x"}, "has pickled weights alone"),
+        ({"config.json": encoded(CONFIG), "pytorch_model.bin": b"x"}, "has only pickled weights"),
         (
             {
                 "adapter_config.json": b'{"base_model_name_or_path": "Qwen/Qwen3-8B"}',
@@ -99,7 +99,7 @@ def test_a_quantised_model_is_not_downloaded_first(hub, tmp_path) -> None:
             },
             "is a PEFT adapter, not a model: merge it into Qwen/Qwen3-8B with PEFT's",
         ),
-        ({"README.md": b"x"}, "has no config.json, so no model to serve"),
+        ({"README.md": b"x"}, "has no config.json, so it is not a model"),
     ],
 )
 def test_the_list_of_files_is_enough(hub, tmp_path, files, says) -> None:
@@ -169,7 +169,7 @@ def test_a_network_that_swallows_connections_is_not_waited_for(tmp_path) -> None
 
 def test_what_is_not_cached_cannot_be_had_offline(tmp_path) -> None:
     code, line, _ = serve(tmp_path, "some/model", HF_HUB_OFFLINE="1")
-    assert code == 2 and "HF_HUB_OFFLINE forbids to download it" in line
+    assert code == 2 and "HF_HUB_OFFLINE forbids downloading it" in line
 
 
 def test_a_model_is_downloaded_once_and_then_served_without_a_network(hub, tmp_path) -> None:
@@ -204,7 +204,7 @@ def test_folders_are_refused_as_fast(tmp_path) -> None:
     assert code == 2 and line.startswith(
         f"error: {tmp_path}/config.json: architectures is Qwen2ForCausalLM; supported are "
     )
-    assert line.endswith("; the nearest model that can be served is Qwen/Qwen3-8B")
+    assert line.endswith("; the nearest supported model is Qwen/Qwen3-8B")
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,10 @@ def test_lines_that_a_full_disk_refused_are_counted(log: logging.Logger, tmp_pat
         log.info("room")
         handler.flush()
     os.close(place)
-    assert path.read_text() == "3 lines of this log are missing here: nobody took them\nroom\n"
+    assert (
+        path.read_text()
+        == "3 lines of this log are missing here: stdout did not accept them\nroom\n"
+    )
 
 
 def test_a_line_whose_arguments_do_not_fit_is_the_only_one_lost(log, capsys) -> None:

@@ -138,7 +138,7 @@ def test_more_gpus_than_are_visible(
     if not expected:
         check_ranks(on_gpus)  # the number is unknown, or it is a CPU
         return
-    said = f"parallel asks for 8 GPUs, 4 for each of 2 engines; visible: {expected}. "
+    said = f"parallel needs 8 GPUs, 4 for each of 2 engines; {expected} are visible. "
     with pytest.raises(ConfigError) as caught:
         check_ranks(on_gpus)
     assert str(caught.value).startswith(said)

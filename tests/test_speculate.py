@@ -62,7 +62,7 @@ def test_a_recipe_s_section_is_changed_and_turned_off(tmp_path: Path) -> None:
         load_config(str(path))
 
 
-NOT_FALLING = "numbers (speculate.tokens) between 0 and 1, none above the one before it"
+NOT_FALLING = "numbers (speculate.tokens) between 0 and 1, each at most the previous one"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ NOT_FALLING = "numbers (speculate.tokens) between 0 and 1, none above the one be
         ),
         (
             f"{NGRAM} engine=paper",
-            "speculate: the paper engine has no text to guess; leave it out",
+            "speculate: the paper engine does not support drafts; leave it out",
         ),
     ],
 )

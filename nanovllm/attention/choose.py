@@ -43,8 +43,8 @@ def choose_backend(
         decode = kernels.decode
         if name == "torch":
             if decode not in ("auto", "torch"):
-                why = "on a CPU" if device.type == "cpu" else f"kernels.attention is {name}"
-                raise ConfigError(f"kernels.decode is {decode}, but decode rows are by torch {why}")
+                why = "on a CPU" if device.type == "cpu" else f"with kernels.attention {name}"
+                raise ConfigError(f"kernels.decode is {decode}, but decode rows use torch {why}")
             chosen = replace(kernels, attention=name, decode=name)
             return backend(like), chosen, "; ".join(passed_over)
         if decode == "torch":

@@ -79,7 +79,7 @@ def load_scale(name: str, read: Callable[[], Tensor], blocks: Sequence[Any]) -> 
             tensor = read()
             scale = float(tensor) if tensor.numel() == 1 else math.nan
             if int(layer) >= len(blocks) or not 0 < scale < math.inf:
-                raise ConfigError(f"{name} is no positive number for one of the model's layers")
+                raise ConfigError(f"{name} is not a positive number for one of the model's layers")
             attend = blocks[int(layer)].attn.attend
             if not isinstance(attend, GroupedHeads):
                 return False
@@ -96,7 +96,7 @@ def bytes_of_element(asked: str, dtype: torch.dtype, device: torch.device) -> in
     if asked == "auto":
         return dtype.itemsize
     if device.type == "cuda" and dtype == torch.float32:
-        raise ConfigError("cache.dtype is fp8; on a GPU that goes with dtype bfloat16, not float32")
+        raise ConfigError("cache.dtype is fp8; on a GPU it requires dtype bfloat16, not float32")
     return FP8.itemsize
 
 

@@ -210,7 +210,7 @@ def why_eager(runner: Runner, recipe: Recipe) -> dict[str, str | None]:
         if high > low:
             why = runner.why_eager(padding_rows(runner, 1, high))
             found[f"prefill and mixed, {low} to {high} tokens"] = why
-    return found | {"sampling, after either": "its launches depend on what the rows ask for"}
+    return found | {"sampling, after either": "its launches depend on the rows' parameters"}
 
 
 def metrics(graphs: Sequence[GraphCost]) -> dict[str, float]:

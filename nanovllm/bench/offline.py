@@ -96,7 +96,9 @@ class Stopwatch:
 
     def finish(self, finish: Finish) -> None:
         if self.sample.output_tokens != self._max_new:
-            self.sample.error = f"{self.sample.output_tokens} tokens came, not {self._max_new}"
+            self.sample.error = (
+                f"{self.sample.output_tokens} tokens received instead of {self._max_new}"
+            )
         self._finished(self.sample.output_tokens)
 
     def refused(self, refusal: Refusal) -> None:

@@ -178,8 +178,8 @@ def ask_server(api: _Api, load: Workload) -> ServerFacts:
     for num_tokens in lengths(load.input_len, load.range_ratio):
         if not wording.reaches(num_tokens):
             raise ConfigError(
-                f"--input-len (with --range-ratio) is {num_tokens} tokens, which no words of ours "
-                f"are at {api.url}, whose chat template alone takes {wording.overhead}"
+                f"--input-len (with --range-ratio) is {num_tokens} tokens; no prompt has this "
+                f"length at {api.url}, where the chat template alone has {wording.overhead}"
             )
     text = wording.text(Random(f"probe {load.seed}"), load.input_len)
     if (counted := api.prompt_tokens(load, model, text)) != load.input_len:

@@ -194,7 +194,7 @@ def read(path: Path) -> Record:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Record)
     except (*NOT_JSON, OSError) as error:
-        raise ConfigError(f"{path} is no record: {error}") from None
+        raise ConfigError(f"{path} is not a record: {error}") from None
 
 
 def name(record: Record) -> str:

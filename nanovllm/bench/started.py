@@ -41,7 +41,7 @@ def started(command: Sequence[str], url: str) -> Iterator[LiveServer]:
     Raise NotStarted with the server's last lines if it does not start.
     """
     if _is_healthy(url):
-        raise ConfigError(f"something already listens at {url}; stop it, or set server.port")
+        raise ConfigError(f"another server already listens at {url}; stop it, or set server.port")
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         begin = time.perf_counter()
         server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

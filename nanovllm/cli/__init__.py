@@ -28,7 +28,7 @@ ELSEWHERE = {
                     "`nanovllm serve MODEL` serves a page to chat with."),
     **dict.fromkeys(("pull", "download"), "`nanovllm serve MODEL` downloads what it needs."),
     **dict.fromkeys(("bench_serving", "benchmark"), "`nanovllm bench` measures a server."),
-    **dict.fromkeys(("list", "ls", "models"), "`nanovllm serve --help` says what MODEL may be."),
+    **dict.fromkeys(("list", "ls", "models"), "`nanovllm serve --help` explains MODEL."),
     **dict.fromkeys(("version", "collect-env"), "`nanovllm --version` shows the version."),
     "run-batch": "Requests go to `nanovllm serve` over HTTP.",
     "help": "`nanovllm --help` shows this list.",

@@ -226,24 +226,27 @@ def check(options: Options, typed: Sequence[str]) -> None:
         (not own_engine and options.ablate, "--ablate needs an engine: --offline or --start"),
         (options.start and options.url, "--start serves at the recipe's server.host and .port"),
         (has_load and rate, "--concurrency (closed loop) or --request-rate (open loop): give one"),
-        (has_sweep and has_load, "--sweep says the concurrencies; drop --concurrency"),
-        (has_sweep and rate, "--sweep says the concurrencies; drop --request-rate"),
+        (has_sweep and has_load, "--sweep sets the concurrencies; drop --concurrency"),
+        (has_sweep and rate, "--sweep sets the concurrencies; drop --request-rate"),
         (unknown, f"--workload {unknown}: {LOADS}, or several of them with commas"),
-        (several and options.json_out, "--json-out holds one run"),
-        (several and options.expert_load, "--expert-load holds one run"),
-        (is_placed and not options.expert_load, "--expert-ranks and -copies are of --expert-load"),
-        (options.served_by and own_recipe, "--served-by is of another engine; drop RECIPE"),
+        (several and options.json_out, "--json-out takes one run"),
+        (several and options.expert_load, "--expert-load takes one run"),
+        (
+            is_placed and not options.expert_load,
+            "--expert-ranks and --expert-copies need --expert-load",
+        ),
+        (options.served_by and own_recipe, "--served-by describes another engine; drop RECIPE"),
         (
             options.recipe in SUBCOMMANDS and not os.path.exists(options.recipe),
-            f"bench has no command {options.recipe}: it drives a server at --url, or RECIPE with "
-            "--start, or its engine alone with --offline",
+            f"bench has no command {options.recipe}: it measures a server at --url, RECIPE with "
+            "--start, or only its engine with --offline",
         ),
         (rate == math.inf, "--request-rate inf: write --concurrency N, as many as --num-prompts"),
         (
             any(GOAL.fullmatch(text) for text in (options.recipe or "", *options.more)),
             "--goodput takes one limit; repeat it, as in --goodput ttft:500 --goodput tpot:50",
         ),
-        (options.more, "one RECIPE and nothing else; records are for --compare"),
+        (options.more, "bench takes one RECIPE; records need --compare"),
         (options.plot and not has_sweep, "--plot draws a --sweep, or records to --compare"),
         (options.plot and sweep.missing(), sweep.missing() or ""),
     ):
@@ -313,7 +316,7 @@ def server_of(options: Options, config: Config | None) -> Iterator[tuple[str, Li
         return
     server = config.recipe.server
     if not server.port:
-        raise ConfigError("server.port is 0; --start must know where the server will listen")
+        raise ConfigError("server.port is 0; --start needs a fixed port")
     url = launch.url_of(server.host, server.port)
     with started(serve_command(options.recipe, config.changed), url) as process:
         yield url, process

@@ -203,7 +203,7 @@ def check_one(
             if quick and device.type == "cpu":
                 cases = few(cases)
             if not cases and name not in COMPILED:
-                yield Result(kernel=name, case="", skipped="not checked: no case of it is small")
+                yield Result(kernel=name, case="", skipped="not checked: it has no small case")
             for case in cases:
                 yield check_case(kernel, case, device, limits)
     except ModuleNotFoundError as error:

@@ -285,7 +285,7 @@ def capture_graphs(load: str | None, path: Path | None, **recipe: Any) -> None: 
         graphs = list(bench.measure(built.runner, rows))
         percent = bench.metrics(graphs)["padding_percent"]
         click.echo(
-            f"times of a forward pass over {filled} made-up requests of {most // 2} to {most} "
+            f"times of a forward pass over {filled} synthetic requests of {most // 2} to {most} "
             f"tokens\n\n{bench.table(graphs)}\n\nif {rows[0]} to {rows[-1]} rows decode, equally "
             f"often, {percent:.1f}% of the rows computed are padding\n"
         )
@@ -301,7 +301,7 @@ def capture_graphs(load: str | None, path: Path | None, **recipe: Any) -> None: 
     metrics = bench.metrics(graphs)
     write_graphs(path, began, config, final=final, workload=workload, metrics=metrics)
     if not all(graph.is_right for graph in graphs):
-        click.echo("FAIL: a graph gives other logits than the same step without it", err=True)
+        click.echo("FAIL: the logits of a graph differ from those of the eager step", err=True)
         sys.exit(1)
 
 

@@ -271,7 +271,7 @@ SERVERS: Table = {
               "anthropic-disabled-thinking-effort", "give chat_template_kwargs in the request"),
         needless("structured-outputs-config guided-decoding-backend grammar-backend",
                  "xgrammar compiles every grammar"),
-        never("constrained-json-*", "`structured_outputs` of a request says how"),
+        never("constrained-json-*", "set `structured_outputs` in the request"),
         always("enable-prompt-tokens-details enable-cache-report enable-request-id-headers"),
         never("enable-force-include-usage stream-response-default-include-usage",
               "the client sets stream_options.include_usage"),

@@ -21,7 +21,7 @@ from nanovllm.sched.lanes import Planner
 from nanovllm.wire import Abort, FinishReason, Generate, Refusal, RefusalKind, StepOutput, ToEngine
 
 log = logging.getLogger("engine")
-FAILED = "the engine failed to admit this request; its log says why"
+FAILED = "the engine failed to admit this request; see its log"
 
 
 class Masker(Protocol):

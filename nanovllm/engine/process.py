@@ -291,7 +291,7 @@ class Engine:
         """Refuse, compile or start a request. One whose grammar compiles counts as waiting."""
         limit = self.scheduler.queue.max_queue
         if len(self._compiling) + len(self.scheduler.queue.waiting) >= limit:
-            reason = f"{limit} requests are waiting already"
+            reason = f"{limit} requests are already waiting"
             self.loop.refuse(request.request_id, RefusalKind.QUEUE_FULL, reason)
         elif request.grammar:
             self._compiling.add(request.request_id)

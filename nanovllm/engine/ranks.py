@@ -215,8 +215,8 @@ def mesh_of(config: Config, place: Place) -> Mesh:
         visible, size = torch.cuda.device_count(), num_ranks(asked)
         if (num := size * asked.dp) > visible:
             raise ConfigError(
-                f"parallel asks for {size} ranks and {asked.dp} engines, {num} GPUs in all; of so "
-                f"many {visible} are visible"
+                f"parallel needs {num} GPUs, {size} for each of {asked.dp} engines; {visible} are "
+                "visible"
             )
         torch.cuda.set_device(place.device)
     if place.size == 1:

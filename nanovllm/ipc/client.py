@@ -228,7 +228,7 @@ class EngineClient:
             try:
                 sink.flush()
             except Exception:
-                log.exception("an answer could not be written")
+                log.exception("writing an answer failed")
                 with suppress(Exception):  # the sink may still report the error to its client
                     sink.lost()
                     sink.flush()

@@ -16,11 +16,11 @@ def altered(own: DecoderConfig, recipe: Recipe, path: Path) -> DecoderConfig:
     num_layers = recipe.num_layers
     if num_layers != "auto":
         if not 1 <= num_layers <= own.num_hidden_layers:
-            most = f"{own.num_hidden_layers}, which {path} has"
+            most = f"{own.num_hidden_layers}, the number in {path}"
             raise ConfigError(f"model.num_layers is {num_layers}; it must be between 1 and {most}")
         own = replace(own, num_hidden_layers=num_layers)
     if recipe.quantize is not None:
         if own.quantization_config is not None:
-            raise ConfigError(f"quantize is fp8, but by {path} the weights are: leave it out")
+            raise ConfigError(f"quantize is fp8, but {path} is already quantised; remove quantize")
         own = replace(own, quantization_config=BlockFp8("fp8", (128, 128)))
     return own

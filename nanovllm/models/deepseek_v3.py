@@ -55,7 +55,8 @@ class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
         if self.num_key_value_heads != self.num_attention_heads:
             raise ValueError(
                 f"num_key_value_heads is {self.num_key_value_heads}; it must be "
-                f"num_attention_heads, {self.num_attention_heads}, as each head makes its own"
+                f"num_attention_heads, {self.num_attention_heads}, since each head has its own "
+                "keys and values"
             )
         if (rotated := self.qk_rope_head_dim) % 2:
             raise ValueError(f"qk_rope_head_dim is {rotated}; it must be even")

@@ -38,24 +38,24 @@ def whole(
             if to is None and is_later(name, num_layers):
                 later += 1
             elif name in found:
-                faults["there twice"].append(f"{where} and {found[name].path.name}")
+                faults["duplicated"].append(f"{where} and {found[name].path.name}")
             elif to is None and not takes(name, tensor):
                 faults["unexpected"].append(where)
             else:
                 found[name] = tensor
                 if to is not None and tensor.shape != to.shape:
                     shapes = f"{list(tensor.shape)}, expected {list(to.shape)}"
-                    faults["of a wrong shape"].append(f"{where} is {shapes}")
+                    faults["with a wrong shape"].append(f"{where} is {shapes}")
                 if to is not None and tensor.dtype not in to.dtypes:
                     types = f"{tensor.dtype}, expected {' or '.join(to.dtypes)}"
-                    faults["of a wrong type"].append(f"{where} is {types}")
+                    faults["with a wrong type"].append(f"{where} is {types}")
     if missing := [name for name in wanted if name not in found]:
         faults["missing"] = missing
     if faults:
         kinds = "; ".join(told(kind, tensors) for kind, tensors in faults.items())
         raise ConfigError(f"{source} does not fit the model: {kinds}")
     if later:
-        log.info("left out %d tensors of layers that are not run (later ones, or MTP)", later)
+        log.info("ignored %d tensors of layers that are not run (later ones, or MTP)", later)
     return found
 
 

@@ -135,7 +135,9 @@ class Qwen3Next(Decoder):
         layers = tuple(layer for layer in everything.layers if config.attends(layer))
         if not layers:
             count = config.num_hidden_layers
-            raise ConfigError(f"the first {count} layers have no attention; it takes more of them")
+            raise ConfigError(
+                f"the first {count} layers have no attention layer; raise model.num_layers"
+            )
         others = tuple(layer for layer in everything.layers if not config.attends(layer))
         sizes = config.sizes
         keys = mesh.span("linear_num_key_heads", config.linear_num_key_heads)

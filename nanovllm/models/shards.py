@@ -89,7 +89,7 @@ def contents(tensor: Stored) -> Tensor:
 
 def tensors_in(path: Path) -> Iterator[tuple[str, Stored]]:
     """Yield the tensors in a file's header. Raise ConfigError if the file contradicts it."""
-    what = f"{path} is not a whole safetensors file"
+    what = f"{path} is not a complete safetensors file"
     try:
         with path.open("rb") as file:
             start, size = 8 + int.from_bytes(file.read(8), "little"), path.stat().st_size
@@ -100,7 +100,7 @@ def tensors_in(path: Path) -> Iterator[tuple[str, Stored]]:
     entries.pop("__metadata__", None)
     whole = start + max((entry.data_offsets[1] for entry in entries.values()), default=0)
     if whole != size:
-        raise ConfigError(f"{what}: it has {size} bytes, and {whole} by its header")
+        raise ConfigError(f"{what}: it has {size} bytes; its header requires {whole}")
     for name, entry in entries.items():
         begin, end = entry.data_offsets
         dtype, shape = entry.dtype, entry.shape

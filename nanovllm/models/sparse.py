@@ -28,7 +28,9 @@ class SparseConfig(DecoderConfig, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len({self.num_experts, self.num_local_experts} - {None}) != 1:
-            raise ValueError("num_experts or num_local_experts must be given, or both alike")
+            raise ValueError(
+                "num_experts or num_local_experts must be given; if both are, they must be equal"
+            )
         if self.num_experts_per_tok > self.experts[1]:
             raise ValueError(
                 f"num_experts_per_tok {self.num_experts_per_tok} exceeds num_experts "

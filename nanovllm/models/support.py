@@ -123,7 +123,7 @@ def check_architecture(raw: dict[str, Any], path: Path) -> None:
         only = " (a text generator's name ends with ForCausalLM)"
     raise ConfigError(
         f"{path}: architectures is {name}{only}; supported are {', '.join(sorted(MODELS))}; the "
-        f"nearest model that can be served is {nearest(name, raw).name}"
+        f"nearest supported model is {nearest(name, raw).name}"
     )
 
 

@@ -57,7 +57,10 @@ class NcclMesh(Mesh):
         if self.lanes > 1:
             ours, theirs = (partial(self._exchanged, most) for most in (peers.capacity, 0))
         own_bytes = crossover(peers, ours, theirs, self.least)
-        log.info("what ranks exchange goes through our kernels up to %d KiB", own_bytes >> 10)
+        log.info(
+            "exchanges between ranks use nanovllm's kernels up to %d KiB, NCCL above",
+            own_bytes >> 10,
+        )
         self.connected[0] = Links(nccl, peers, own_bytes)
 
     def all_reduce(self, x: Tensor) -> Tensor:

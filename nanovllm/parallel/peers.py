@@ -47,8 +47,8 @@ def connect_peers(
     ]
     if unreached:
         raise ConfigError(
-            f"parallel asks for {size} ranks; GPU {device.index} cannot reach the memory of GPU "
-            f"{', '.join(unreached)}, as kernels over peer memory must"
+            f"parallel needs {size} ranks; GPU {device.index} cannot reach the memory of GPU "
+            f"{', '.join(unreached)}, which kernels over peer memory require"
         )
     os.putenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     group = c10d.ProcessGroup(store, rank, size)

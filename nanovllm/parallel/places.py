@@ -46,7 +46,7 @@ class Place:
         try:
             self.ring.send(message)
         except OSError as error:
-            raise RankLostError(f"a rank does not listen any more: {error}") from None
+            raise RankLostError(f"a rank no longer receives messages: {error}") from None
 
     def recv(self) -> bytes | None:
         """Block until rank 0's next message and return it; None if rank 0 has ended."""
@@ -64,7 +64,7 @@ class Place:
         assert isinstance(self.back, list)
         found = [message for end in self.back if (message := end.recv()) is not None]
         if len(found) < len(self.back):
-            raise RankLostError("a rank does not reply any more")
+            raise RankLostError("a rank no longer replies")
         return found
 
     def close(self) -> None:

@@ -76,8 +76,8 @@ def remedy(need: Need) -> str:
     """Return flags that make the model fit, if there are any."""
     for changes, one in smaller_ones(need):
         if one.total <= one.room:
-            return f"{changes} takes {gib(one.total)} in all"
-    return "it needs a smaller model or a larger machine"
+            return f"{changes} takes {gib(one.total)} in total"
+    return "use a smaller model or a larger machine"
 
 
 def smaller_ones(need: Need) -> Iterator[tuple[str, Need]]:

@@ -78,7 +78,7 @@ class Queue:
             room = self.memory.pool.num_pages * self.memory.page_tokens
             return RefusalKind.TOO_LONG, f"{request.limit} tokens exceed the cache of {room} tokens"
         if len(self.waiting) >= self.max_queue:
-            return RefusalKind.QUEUE_FULL, f"{self.max_queue} requests are waiting already"
+            return RefusalKind.QUEUE_FULL, f"{self.max_queue} requests are already waiting"
         return None
 
     # -- admission --------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def test_which_dtype_goes_with_8_bits() -> None:
     assert bytes_of_element("fp8", torch.float32, CPU) == 1
     with pytest.raises(ConfigError) as caught:
         bytes_of_element("fp8", torch.float32, cuda)
-    said = "cache.dtype is fp8; on a GPU that goes with dtype bfloat16, not float32"
+    said = "cache.dtype is fp8; on a GPU it requires dtype bfloat16, not float32"
     assert str(caught.value) == said
 
 
@@ -119,4 +119,4 @@ def test_what_is_no_scale_is_said(layer: int, scale: Tensor) -> None:
     name = f"model.layers.{layer}.self_attn.k_scale"
     with pytest.raises(ConfigError) as caught:
         load_scale(name, lambda: scale, [Block(), Block()])
-    assert str(caught.value) == f"{name} is no positive number for one of the model's layers"
+    assert str(caught.value) == f"{name} is not a positive number for one of the model's layers"

@@ -160,7 +160,7 @@ def test_the_runner_says_which_steps_it_does_not_replay(built: Built) -> None:
     no_graph = "no graph was captured"
     assert runner.why_eager(padding_rows(runner, 1, 2)) == no_graph
     capture_pretended(runner, [SLOTS])
-    sampling = ("sampling, after either", "its launches depend on what the rows ask for")
+    sampling = ("sampling, after either", "its launches depend on the rows' parameters")
     assert [*why_eager(runner, built.recipe).items()] == [
         ("decode, 1 to 12 rows", None),
         ("prefill and mixed, 2 to 64 tokens", no_graph),
@@ -325,7 +325,7 @@ def test_the_command_shows_and_records_what_it_measured(
     given = ["--device", "cpu", "--load", "3-4", "--json", str(path)]
     done = CliRunner().invoke(capture_graphs, given)
     assert done.exit_code == 0, done.exception
-    assert "times of a forward pass over 12 made-up requests of 32 to 64 tokens" in done.output
+    assert "times of a forward pass over 12 synthetic requests of 32 to 64 tokens" in done.output
     assert "if 3 to 4 rows decode, equally often, 12.5% of the rows computed are" in done.output
     assert "decode, 1 to 12 rows: replayed" in done.output
     assert "prefill and mixed, 2 to 64 tokens: not captured: no graph was" in done.output

@@ -160,7 +160,7 @@ def test_what_does_not_fit_on_a_cpu_is_told_as_serve_tells_it(
 ) -> None:
     monkeypatch.setattr("nanovllm.runner.room.host_memory", lambda **_: 30 * GIB)
     found = lines(run("qwen3-8b", "--device", "cpu"))
-    cure = "--set dtype=bfloat16 takes 17.3 GiB in all"
+    cure = "--set dtype=bfloat16 takes 17.3 GiB in total"
     assert found[0].startswith("Qwen/Qwen3-8B does not fit on this CPU: ") and cure in found[0]
     config = config_of("qwen3-8b", (), device="cpu", load_format="dummy")
     with pytest.raises(ConfigError, match=cure):
@@ -191,7 +191,7 @@ def test_an_h100_is_not_faster_than_an_h200() -> None:
         (["--json", "/nowhere/x"], r"^--json /nowhere/x: no file can be written there$"),
         (["--plot", "/"], r"^--plot /: no file can be written there$"),
         (["--set", "server.max_model_tokens=50000"], r"the model's context is 40960 tokens$"),
-        (["--set", "model.num_layers=37"], r"^model.num_layers is 37; .* between 1 and 36, which"),
+        (["--set", "model.num_layers=37"], r"^model.num_layers is 37; .* between 1 and 36, the"),
         (["--set", "cache.memory_fraction=2"], r"^cache.memory_fraction is 2.* between 0.05 and"),
     ],
 )

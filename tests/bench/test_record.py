@@ -52,10 +52,10 @@ def test_a_file_of_one_record_reads_back(tmp_path: Path) -> None:
 def test_a_broken_record_is_refused_with_its_name(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('{"schema_version": 1, "kind": "serve", "speed": 3}')
-    with pytest.raises(ConfigError, match=r"a\.json is no record: .*speed"):
+    with pytest.raises(ConfigError, match=r"a\.json is not a record: .*speed"):
         record.read(path)
     path.write_bytes(b'{"kind": "\xe9"}')
-    with pytest.raises(ConfigError, match=r"a\.json is no record: 'utf-8' codec can't decode"):
+    with pytest.raises(ConfigError, match=r"a\.json is not a record: 'utf-8' codec can't decode"):
         record.read(path)
     with pytest.raises(ConfigError, match=r"missing\.json is no record"):
         record.read(tmp_path / "missing.json")

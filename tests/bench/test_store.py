@@ -145,7 +145,7 @@ def test_what_is_not_found_is_named(tmp_path: Path) -> None:
         (f"{place.path}#12345678", rf"^no record 12345678 in {place.path}; give an id or a JSON"),
         (f"{tmp_path}/none.jsonl#12345678", r"^cannot read .*none\.jsonl: No such file"),
         (text.id, rf"^{text.id} is a text without metrics; only records can be compared$"),
-        ("none.json", r"^none\.json is no record: .*No such file"),
+        ("none.json", r"^none\.json is not a record: .*No such file"),
     ):
         with pytest.raises(ConfigError, match=message):
             store.find(wanted, tmp_path)

@@ -271,7 +271,7 @@ def test_a_full_disk_at_start_is_one_line() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no file may have a byte
 
     line = refused(*FAST, "--port", "0", preexec_fn=no_room)
-    assert line.startswith("error: no folder for the engine's socket (TMPDIR): ")
+    assert line.startswith("error: cannot create a folder for the engine's socket (TMPDIR): ")
     assert "/tmp" in line
 
 

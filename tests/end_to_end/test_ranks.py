@@ -161,7 +161,7 @@ def test_a_hung_process_beside_a_sigterm_is_no_clean_end(tp: int, name: str, fol
     lossy.lose(name, signal.SIGSTOP)
     lossy.server.process.terminate()
     lossy.assert_gone()
-    said = re.compile(rf"error serve .*{name}.* did not end well\n")
+    said = re.compile(rf"error serve .*{name}.* failed to shut down cleanly\n")
     eventually(lambda: bool(said.search(lossy.server.lines[-1])), 5)
 
 
@@ -206,7 +206,9 @@ def test_a_checkpoint_that_ends_early_is_one_line(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4096])
     line, logged = refused(str(tmp_path), "--tp", "2", "--device", "cpu")
-    expected = rf"error: (rank 1: )?{re.escape(str(weights))} is not a whole safetensors file: .*"
+    expected = (
+        rf"error: (rank 1: )?{re.escape(str(weights))} is not a complete safetensors file: .*"
+    )
     assert re.fullmatch(expected, line), line
     assert "Traceback" not in logged
 
@@ -253,7 +255,7 @@ def test_a_rank_that_stops_while_loading_ends_the_start(
     output, errors = process.communicate(timeout=STOPPED_S + 60)
     assert process.returncode == 1
     assert errors == "error: nanovllm-rank1 stopped while loading: silent for 30 s\n"
-    assert "is served at" not in output and "did not end well" not in output
+    assert "is served at" not in output and "failed to shut down cleanly" not in output
     all_leave(children)
     assert os.listdir(folder) == []
 

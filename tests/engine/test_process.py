@@ -139,7 +139,7 @@ def test_who_waits_for_a_grammar_counts_as_waiting(running, tmp_path) -> None:
     running.hear_stats(num_compiling=3)
     running.say(asked(4, "fine"), asked(5))
     running.hear(4, 5)
-    full = RefusalKind.QUEUE_FULL, "3 requests are waiting already"
+    full = RefusalKind.QUEUE_FULL, "3 requests are already waiting"
     assert running.refused == {4: full, 5: full}
     running.say(Abort(2), asked(6), Abort(1), Abort(3), Abort(77))
     running.hear(6)

@@ -310,7 +310,7 @@ def test_a_follower_that_hangs_is_an_error(tmp_path: Path) -> None:
     assert [place.device for place in (first, *others)] == [0, 1, 2]
     assert isinstance(first.ring, RingWriter)
     first.ring.patience_s = 0.1
-    said = r"a rank does not listen any more: reader 1 has not read for 0\.1 s"
+    said = r"a rank no longer receives messages: reader 1 has not read for 0\.1 s"
     with pytest.raises(RankLostError, match=said):
         first.send(bytes(2 * RING_BYTES))
 
@@ -318,7 +318,7 @@ def test_a_follower_that_hangs_is_an_error(tmp_path: Path) -> None:
 def test_a_follower_that_has_gone_is_an_error(tmp_path: Path) -> None:
     first, other = places_of(cut(CONFIG, 2), str(tmp_path))
     other.close()
-    with pytest.raises(RankLostError, match="a rank does not listen any more"):
+    with pytest.raises(RankLostError, match="a rank no longer receives messages"):
         RankedExecutor(Own(), first).launch(  # type: ignore[arg-type]
             StepPlan(1, [], [], 1, None, [], 9, [])
         )
@@ -370,9 +370,7 @@ def test_gpus_that_are_not_there_are_refused(
     config = load_config(None, ["device=cuda", "parallel.tp=2", "parallel.dp=3"])
     with pytest.raises(ConfigError) as caught:
         ranks.mesh_of(config, Place(0, 2, 0, "", None, 0))
-    assert str(caught.value) == (
-        "parallel asks for 2 ranks and 3 engines, 6 GPUs in all; of so many 4 are visible"
-    )
+    assert str(caught.value) == ("parallel needs 6 GPUs, 2 for each of 3 engines; 4 are visible")
 
 
 # -- errors while loading -------------------------------------------------------------------------

@@ -166,7 +166,7 @@ def test_experts_are_counted_under_either_name(
         return
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, raw)
-    said = "num_experts or num_local_experts must be given, or both alike"
+    said = "num_experts or num_local_experts must be given; if both are, they must be equal"
     assert str(caught.value) == f"{tmp_path / 'config.json'}: {said}"
 
 
@@ -219,14 +219,14 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
             "architectures is GPT2LMHeadModel (a text generator's name ends with ForCausalLM); "
             "supported are DeepseekV3ForCausalLM, "
             "LlamaForCausalLM, MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
-            "Qwen3NextForCausalLM; the nearest model that can be served is Qwen/Qwen3-8B",
+            "Qwen3NextForCausalLM; the nearest supported model is Qwen/Qwen3-8B",
         ),
         (
             {"architectures": []},
             "architectures is empty (a text generator's name ends with ForCausalLM); "
             "supported are DeepseekV3ForCausalLM, "
             "LlamaForCausalLM, MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
-            "Qwen3NextForCausalLM; the nearest model that can be served is Qwen/Qwen3-8B",
+            "Qwen3NextForCausalLM; the nearest supported model is Qwen/Qwen3-8B",
         ),
         ({"architectures": ...}, "Object missing required field `architectures`"),
         ({"hidden_size": ...}, "Object missing required field `hidden_size`"),
@@ -362,7 +362,7 @@ def test_layers_that_a_model_has_not(asked: int, tmp_path: Path) -> None:
     config = replace(config, recipe=replace(config.recipe, num_layers=asked))
     with pytest.raises(ConfigError) as caught:
         read_model_config(config)
-    most = f"32, which {tmp_path}/config.json has"
+    most = f"32, the number in {tmp_path}/config.json"
     assert str(caught.value) == f"model.num_layers is {asked}; it must be between 1 and {most}"
 
 
@@ -407,7 +407,7 @@ def test_what_r1_could_leave_out(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"num_key_value_heads": 64}, "num_key_value_heads is 64; it must be num_attention_heads, "
-         "128, as each head makes its own"),
+         "128, since each head has its own keys and values"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63; it must be even"),
         ({"head_dim": 128}, "head_dim is 128; it must be qk_rope_head_dim, 64"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only 1 is supported"),

@@ -157,7 +157,7 @@ def test_a_checkpoint_without_scales_is_not_taken_for_fp8(tmp_path: Path) -> Non
         caught.value
     )
     assert (
-        "14 tensors of a wrong type: model.layers.0.mlp.down_proj.weight in model.safetensors is "
+        "14 tensors with a wrong type: model.layers.0.mlp.down_proj.weight in model.safetensors is "
         "F32, expected F8_E4M3, "
     ) in str(caught.value)
 
@@ -167,7 +167,7 @@ def test_fp8_is_not_taken_for_a_plain_checkpoint(tmp_path: Path) -> None:
     raw = (tmp_path / "config.json").read_text()
     quantise_files(tmp_path, torch.float32)
     with pytest.raises(
-        ConfigError, match=r"quantize is fp8, but by .*config\.json the weights are"
+        ConfigError, match=r"quantize is fp8, but .*config\.json is already quantised"
     ):
         load(tmp_path, quantize="fp8")
     (tmp_path / "config.json").write_text(raw)

@@ -124,7 +124,7 @@ def test_tensors_of_mtp_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFi
     save_file({**tensors, **mtp}, path)
     with caplog.at_level(logging.INFO, "engine"):
         found = our_logits(Steps(tmp_path, load(tmp_path), prompts(), Mesh()), [LENGTHS])
-    assert "left out 4 tensors of layers that are not run (later ones, or MTP)" in caplog.text
+    assert "ignored 4 tensors of layers that are not run (later ones, or MTP)" in caplog.text
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -140,7 +140,7 @@ def test_what_is_amiss_in_a_checkpoint_is_told(tmp_path: Path) -> None:
         load(tmp_path)
     assert str(caught.value) == (
         f"{path} does not fit the model: 1 tensor unexpected: {of}.conv1d.bias in "
-        f"model.safetensors; 1 tensor of a wrong shape: {of}.in_proj_qkvz.weight in "
+        f"model.safetensors; 1 tensor with a wrong shape: {of}.in_proj_qkvz.weight in "
         "model.safetensors is [127, 64], expected [128, 64]; 1 tensor missing: "
         f"{of}.A_log"
     )
@@ -191,7 +191,7 @@ def test_the_first_layers_alone_write_the_text_of_a_model_of_them(tmp_path: Path
     assert texts[0] == texts[1] and len(texts[0][0]) == 20
     with pytest.raises(ConfigError) as caught:
         WholeEngine(replace(first, recipe=replace(first.recipe, num_layers=3)))
-    assert str(caught.value) == "the first 3 layers have no attention; it takes more of them"
+    assert str(caught.value) == "the first 3 layers have no attention layer; raise model.num_layers"
 
 
 def test_dummy_weights_are_the_same_over_ranks(tmp_path: Path) -> None:

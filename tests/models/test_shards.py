@@ -173,8 +173,14 @@ def test_a_file_that_changes_before_its_columns_are_read(how: str, tmp_path: Pat
     [
         ({"shape": [3], "data_offsets": [0, 16]}, "bytes 0 to 16 are not F32 [3]"),
         ({"shape": [5], "data_offsets": [-4, 16]}, "bytes -4 to 16 are not F32 [5]"),
-        ({"shape": [4], "data_offsets": [0, 20]}, "it has {size} bytes, and {more} by its header"),
-        ({"shape": [4], "data_offsets": [0, 12]}, "it has {size} bytes, and {less} by its header"),
+        (
+            {"shape": [4], "data_offsets": [0, 20]},
+            "it has {size} bytes; its header requires {more}",
+        ),
+        (
+            {"shape": [4], "data_offsets": [0, 12]},
+            "it has {size} bytes; its header requires {less}",
+        ),
         ({"shape": 4, "data_offsets": [0, 16]}, "Expected `array`, got `int` - at `$[...].shape`"),
     ],
 )
@@ -186,7 +192,7 @@ def test_a_header_that_is_wrong(entry: dict[str, object], said: str, tmp_path: P
         list(tensors_in(path))
     size = path.stat().st_size
     said = said.format(size=size, more=size + 4, less=size - 4)
-    assert str(caught.value) == f"{path} is not a whole safetensors file: {said}"
+    assert str(caught.value) == f"{path} is not a complete safetensors file: {said}"
 
 
 def test_a_file_of_many_tensors_is_read_at_once(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ MIDDLE = dict(hidden_size=4096, num_hidden_layers=32)  # fmt: skip
 def test_another_architecture_has_a_nearest_model(tmp_path, architecture, more, near) -> None:
     line = line_of(tmp_path, {"architectures": [architecture], **more})
     assert f": architectures is {architecture}" in line
-    assert line.endswith(f"; the nearest model that can be served is {near}")
+    assert line.endswith(f"; the nearest supported model is {near}")
     assert ("a text generator's name" in line) != architecture.endswith("ForCausalLM")
 
 

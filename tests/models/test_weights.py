@@ -109,7 +109,7 @@ def test_a_scale_of_the_cache_that_is_none(scale: Tensor, tmp_path: Path) -> Non
     edit(tmp_path, lambda checkpoint: checkpoint.update({name: torch.tensor(0.5)}))
     assert load(tmp_path).layers[1].attn.attend.scales_2G[1].tolist() == [0.5, 0.5]  # type: ignore[union-attr]
     edit(tmp_path, lambda checkpoint: checkpoint.update({name: scale}))
-    assert line_of(tmp_path) == f"{name} is no positive number for one of the model's layers"
+    assert line_of(tmp_path) == f"{name} is not a positive number for one of the model's layers"
 
 
 def test_missing_tensors(tmp_path: Path) -> None:
@@ -149,12 +149,12 @@ def test_everything_that_is_amiss_is_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
     floats, where = "expected BF16 or F16 or F32", "in a.safetensors"
     assert set(line_of(tmp_path).removeprefix("FOLDER does not fit the model: ").split("; ")) == {
-        f"2 tensors of a wrong shape: {GATE} {where} is [95, 64], expected [96, 64], "
+        f"2 tensors with a wrong shape: {GATE} {where} is [95, 64], expected [96, 64], "
         f"model.norm.weight {where} is [65], expected [64]",
-        f"3 tensors of a wrong type: {UP.format(0)} {where} is F8_E4M3, {floats}, "
+        f"3 tensors with a wrong type: {UP.format(0)} {where} is F8_E4M3, {floats}, "
         f"{UP.format(1)} {where} is I32, {floats}, model.norm.weight {where} is I32, {floats}",
         f"1 tensor unexpected: model.norm.bias {where}",
-        f"1 tensor there twice: {UP.format(0)} in b.safetensors and a.safetensors",
+        f"1 tensor duplicated: {UP.format(0)} in b.safetensors and a.safetensors",
         "1 tensor missing: lm_head.weight",
     }
 
@@ -169,7 +169,7 @@ def test_layers_that_do_not_run_are_left_out(
     edit(tmp_path, lambda checkpoint: checkpoint.update(extra))
     caplog.set_level("INFO", "engine")
     model = load(tmp_path)
-    said = "left out 3 tensors of layers that are not run (later ones, or MTP)"
+    said = "ignored 3 tensors of layers that are not run (later ones, or MTP)"
     assert caplog.messages.count(said) == 1
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, plain.get_parameter(name)), name
@@ -191,7 +191,7 @@ def test_wrong_shape(
     edit(tmp_path, lambda checkpoint: checkpoint.update({name: torch.zeros(shape)}))
     said = f"{name} in model.safetensors is {list(shape)}, expected {expected}"
     assert line_of(tmp_path) == (
-        f"FOLDER/model.safetensors does not fit the model: 1 tensor of a wrong shape: {said}"
+        f"FOLDER/model.safetensors does not fit the model: 1 tensor with a wrong shape: {said}"
     )
 
 
@@ -201,7 +201,7 @@ def test_the_same_tensor_in_two_files(tmp_path: Path) -> None:
     save_file({GATE: load_file(whole)[GATE]}, tmp_path / "b.safetensors")
     whole.rename(tmp_path / "a.safetensors")
     assert line_of(tmp_path) == (
-        f"FOLDER does not fit the model: 1 tensor there twice: {GATE} in b.safetensors and "
+        f"FOLDER does not fit the model: 1 tensor duplicated: {GATE} in b.safetensors and "
         "a.safetensors"
     )
 
@@ -212,8 +212,8 @@ def test_truncated_file(tmp_path: Path) -> None:
     whole.write_bytes(whole.read_bytes()[:-1000])
     size = whole.stat().st_size
     assert line_of(tmp_path) == (
-        "FOLDER/model.safetensors is not a whole safetensors file: "
-        f"it has {size} bytes, and {size + 1000} by its header"
+        "FOLDER/model.safetensors is not a complete safetensors file: "
+        f"it has {size} bytes; its header requires {size + 1000}"
     )
 
 
@@ -230,7 +230,7 @@ def test_corrupt_file(content: bytes, tmp_path: Path) -> None:
     make_tiny(tmp_path, "llama")
     (tmp_path / "model.safetensors").write_bytes(content)
     assert line_of(tmp_path).startswith(
-        "FOLDER/model.safetensors is not a whole safetensors file: "
+        "FOLDER/model.safetensors is not a complete safetensors file: "
     )
 
 
@@ -238,7 +238,7 @@ def test_index_names_a_file_that_is_not_there(tmp_path: Path) -> None:
     make_tiny(tmp_path, "llama", max_shard_size="60KB")
     names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     (tmp_path / names[1]).unlink()
-    said = f"names {names[1]}, which is not there"
+    said = f"names {names[1]}, which does not exist"
     assert line_of(tmp_path) == f"FOLDER/model.safetensors.index.json: {said}"
 
 
@@ -299,7 +299,7 @@ def test_the_first_layers_of_a_checkpoint(tmp_path: Path, caplog: pytest.LogCapt
     model = family(model_config, Mesh(), select_ops(Kernels(), CPU), MAX_TOKENS)
     caplog.set_level("INFO", "engine")
     fill(model, config)
-    assert any(line.startswith("left out 11 tensors of layers") for line in caplog.messages)
+    assert any(line.startswith("ignored 11 tensors of layers") for line in caplog.messages)
     found = dict(model.named_parameters())
     assert found.keys() == {
         name for name, _ in everything.named_parameters() if not name.startswith("layers.1.")

@@ -216,7 +216,7 @@ def make_config(folder: Path, family: str, **overrides: object) -> DecoderConfig
 
 def test_one_rank_by_itself_has_nobody_to_meet() -> None:
     Mesh().connect()
-    with pytest.raises(ConfigError, match="parallel asks for 2 ranks; only a server has several"):
+    with pytest.raises(ConfigError, match="parallel needs 2 ranks; only a server can have several"):
         Mesh(0, 2).connect()
 
 

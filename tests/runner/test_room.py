@@ -36,15 +36,15 @@ def refused(named: str | None, *overrides: str) -> str:
     ("gib", "overrides", "line"),
     [
         (21.3, (), "30.5 GiB and 2.0 GiB of cache (cache.cpu_gib); this machine has 21.3 GiB "
-         "available; --set dtype=bfloat16 takes 17.3 GiB in all"),
+         "available; --set dtype=bfloat16 takes 17.3 GiB in total"),
         (31.5, (), "30.5 GiB and 2.0 GiB of cache (cache.cpu_gib); this machine has 31.5 GiB "
-         "available; --set cache.cpu_gib=0.9 takes 31.4 GiB in all"),
+         "available; --set cache.cpu_gib=0.9 takes 31.4 GiB in total"),
         (16.0, (), "30.5 GiB and 2.0 GiB of cache (cache.cpu_gib); this machine has 16.0 GiB "
-         "available; --set dtype=bfloat16 --set cache.cpu_gib=0.7 takes 16.0 GiB in all"),
+         "available; --set dtype=bfloat16 --set cache.cpu_gib=0.7 takes 16.0 GiB in total"),
         (8.0, (), "30.5 GiB and 2.0 GiB of cache (cache.cpu_gib); this machine has 8.0 GiB "
-         "available; it needs a smaller model or a larger machine"),
+         "available; use a smaller model or a larger machine"),
         (31.5, ("cache.pages=1000",), "30.5 GiB and 4.4 GiB of cache (cache.pages); this machine "
-         "has 31.5 GiB available; --set cache.pages=221 takes 31.5 GiB in all"),
+         "has 31.5 GiB available; --set cache.pages=221 takes 31.5 GiB in total"),
     ],
 )  # fmt: skip
 def test_8b_on_a_small_machine(monkeypatch, gib: float, overrides: tuple[str], line: str) -> None:
@@ -90,7 +90,7 @@ def test_a_gpu_s_room_is_its_share_less_what_others_took(monkeypatch) -> None:
         check_room(found)
     assert str(caught.value) == (
         "Qwen/Qwen3-8B does not fit: 8.19 B parameters x 2 bytes (bfloat16) = 15.3 GiB; Small GPU "
-        "with cache.memory_fraction 0.9 has 13.4 GiB available; it needs a smaller model or a "
+        "with cache.memory_fraction 0.9 has 13.4 GiB available; use a smaller model or a "
         "larger machine"
     )
 

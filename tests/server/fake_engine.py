@@ -216,4 +216,4 @@ class FakeEngine:
 
 
 def queue_full() -> Refusal:
-    return Refusal(0, RefusalKind.QUEUE_FULL, "4096 requests are waiting already")
+    return Refusal(0, RefusalKind.QUEUE_FULL, "4096 requests are already waiting")
