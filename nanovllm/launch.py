@@ -157,13 +157,17 @@ def serve(config: Config) -> int:
     # Other commands need not import these.
     from nanovllm.server.detokenize import check_decoder
     from nanovllm.server.ends import eos_ids_of
+    from nanovllm.server.renderer import Renderer
     from nanovllm.server.template import Template
 
-    template = Template(Path(config.tokenizer_dir))  # read before any process is started
-    check_decoder(template.tokenizer)
+    with contextlib.closing(
+        Renderer()
+    ) as renderer:  # errors are reported before any process is started
+        template = Template(Path(config.tokenizer_dir), renderer=renderer)
+        check_decoder(template.tokenizer)
+        eos_ids = eos_ids_of(config, template)
     server = replace(config.recipe.server, parser=parser_of(config))
-    recipe = replace(config.recipe, server=server)
-    config = replace(config, recipe=recipe, eos_ids=eos_ids_of(config, template))
+    config = replace(config, recipe=replace(config.recipe, server=server), eos_ids=eos_ids)
     sock, limit_s = listen(server.host, server.port), server.shutdown_s + LAST_WORDS_S
     with sock, interruptible() as stopped, engine_processes(config) as (paths, fleet):
         apis, grace_s = api_processes(config, paths, sock), LAST_WORDS_S
