@@ -30,7 +30,7 @@ from nanovllm_kernels.all_reduce import (
 from nanovllm_kernels.device import follows
 from nanovllm_kernels.following import let_next_come, wait
 
-NOBODY = -2  # expert of padding tokens; also replaces -1
+NO_EXPERT = -2  # expert of padding tokens; also replaces -1
 GATHERED = 512  # words that a program gathers at a time
 
 
@@ -39,8 +39,8 @@ def gather_tokens(
 ) -> tuple[Tensor, ...]:
     """Return the tokens, weights and experts of all ranks, rank by rank, `num_tokens` of each rank.
 
-    A rank with fewer tokens is padded with tokens whose expert is NOBODY. Weights and experts have
-    32 bits. Each token takes `token_bytes` of the capacity.
+    A rank with fewer tokens is padded with tokens whose expert is NO_EXPERT. Weights and experts
+    have 32 bits. Each token takes `token_bytes` of the capacity.
     """
     parts = x_TD.contiguous(), weights_TK, experts_TK
     assert num_tokens * token_bytes(x_TD, weights_TK.shape[1]) <= peers.capacity, num_tokens
@@ -49,7 +49,7 @@ def gather_tokens(
     widths = words[0].shape[1], weights_TK.shape[1]
     total = num_tokens * (widths[0] + 2 * widths[1])
     grid = (min(triton.cdiv(total, GATHERED), sums.PROGRAMS),)
-    sizes = dict(WIDTH=widths[0], K=widths[1], FILL=NOBODY, BLOCK=GATHERED)
+    sizes = dict(WIDTH=widths[0], K=widths[1], FILL=NO_EXPERT, BLOCK=GATHERED)
     more = options(num_tokens, peers)
     gather_kernel[grid](*words, *peers.place, total, len(x_TD), **sizes, **more)
     return found
@@ -155,9 +155,13 @@ def add_own_sums_kernel(
 def gather_tokens_reference(
     x_ITD: Tensor, weights_ITK: Tensor, experts_ITK: Tensor, num_tokens: int
 ) -> tuple[Tensor, ...]:
-    """Return the padded tokens of each rank: x and weights with zeros, experts with NOBODY."""
+    """Return the padded tokens of each rank: x and weights with zeros, experts with NO_EXPERT."""
     more = (0, 0, 0, num_tokens - x_ITD.shape[1])
-    parts = (x_ITD, 0), (weights_ITK, 0), (experts_ITK.where(experts_ITK != -1, NOBODY), NOBODY)
+    parts = (
+        (x_ITD, 0),
+        (weights_ITK, 0),
+        (experts_ITK.where(experts_ITK != -1, NO_EXPERT), NO_EXPERT),
+    )
     return tuple(functional.pad(one, more, value=value).flatten(0, 1) for one, value in parts)
 
 

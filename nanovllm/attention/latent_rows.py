@@ -26,7 +26,7 @@ from torch import Tensor
 
 from nanovllm.attention.base import Attend, Batch
 from nanovllm.attention.latent import Latents
-from nanovllm.attention.paged import Both
+from nanovllm.attention.paged import DecodeAndChunks
 
 PIECE = 4096  # cached tokens that are expanded at once: 0.35 GB with 128 heads
 GROUP = 16  # tokens of an absorbed chunk that are treated as one decode row
@@ -51,7 +51,7 @@ def bind_latents(batch: Batch, page_tokens: int, kernel: ModuleType, *, expands:
     if batch.num_decodes == len(batch.lengths_R):
         return decode
     chunks = Chunks(batch.chunks(), page_tokens, at, expands=expands)
-    return Both(decode, chunks, at) if at else chunks
+    return DecodeAndChunks(decode, chunks, at) if at else chunks
 
 
 @dataclass(slots=True)

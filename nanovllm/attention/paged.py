@@ -49,7 +49,7 @@ def bind_rows(
     decode = RowsAttend(paged_decode, (rows.page_table_RM, rows.lengths_R, plan))
     if at == len(batch.lengths_R):
         return decode
-    return Both(decode, bind_chunks(batch.chunks()), batch.num_decode_tokens)
+    return DecodeAndChunks(decode, bind_chunks(batch.chunks()), batch.num_decode_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class RowsAttend:
 
 
 @dataclass(frozen=True, slots=True)
-class Both:
+class DecodeAndChunks:
     """Attention of a step with both kinds of rows. The tokens of decode rows come first."""
 
     decode: Attend

@@ -200,15 +200,15 @@ def seconds_of(step: Callable[[], object], device: torch.device) -> float:
     return median(times)
 
 
-def why_eager(runner: Runner, recipe: Recipe) -> dict[str, str | None]:
+def eager_reason(runner: Runner, recipe: Recipe) -> dict[str, str | None]:
     """Return the runner's reasons to run each kind of step eagerly; None: a graph is replayed."""
     slots, most = int(recipe.schedule.slots), int(recipe.schedule.step_tokens)
     captured = max(runner.piecewise.captured, default=1)
     decode = runner.builder.padded(slots, 1, runner.slots.max_tokens)
-    found = {f"decode, 1 to {slots} rows": runner.why_eager(decode)}
+    found = {f"decode, 1 to {slots} rows": runner.eager_reason(decode)}
     for low, high in ((1, captured), (captured + 1, most)):
         if high > low:
-            why = runner.why_eager(padding_rows(runner, 1, high))
+            why = runner.eager_reason(padding_rows(runner, 1, high))
             found[f"prefill and mixed, {low} to {high} tokens"] = why
     return found | {"sampling, after either": "its launches depend on the rows' parameters"}
 

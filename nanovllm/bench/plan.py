@@ -26,7 +26,7 @@ from nanovllm.config import (
 )
 from nanovllm.engine.paper import resolve
 from nanovllm.kv.split import Split, decode_bytes, num_paged, room_for_pages, running_bytes
-from nanovllm.layers.moe import read_by
+from nanovllm.layers.moe import weight_traffic
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.parallel.mesh import Mesh, first_rank
@@ -104,7 +104,7 @@ class MemoryPlan:
 
     def decode_s(self, rows: int, length: int) -> float:
         """Return a lower bound of the time of a step with `rows` decode rows of a length."""
-        num_bytes, layers = read_by(self.model.layers, rows, self.found.mesh.lanes)
+        num_bytes, layers = weight_traffic(self.model.layers, rows, self.found.mesh.lanes)
         head, own = self.model.head.weight, -(-rows // self.found.mesh.lanes)
         products = self._least(num_bytes + head.nbytes, 2 * (layers * rows + head.numel() * own))
         cached, flops = decode_bytes(self.found.layout, length), length * self._flops(decodes=True)
@@ -115,7 +115,7 @@ class MemoryPlan:
 
         Half of attention's products are masked.
         """
-        num_bytes, layers = read_by(self.model.layers, rows * length, self.found.mesh.lanes)
+        num_bytes, layers = weight_traffic(self.model.layers, rows * length, self.found.mesh.lanes)
         head, own = self.model.head.weight, -(-rows // self.found.mesh.lanes)
         each = 2 * head.numel() + self._flops(decodes=False) * length**2 / 2
         flops = rows * 2 * layers * length + own * each

@@ -289,7 +289,7 @@ def capture_graphs(load: str | None, path: Path | None, **recipe: Any) -> None: 
             f"tokens\n\n{bench.table(graphs)}\n\nif {rows[0]} to {rows[-1]} rows decode, equally "
             f"often, {percent:.1f}% of the rows computed are padding\n"
         )
-        steps = bench.why_eager(built.runner, final)
+        steps = bench.eager_reason(built.runner, final)
         for step, why in steps.items():
             click.echo(f"{step}: " + ("replayed" if why is None else f"not captured: {why}"))
     workload: dict[str, Any] = {

@@ -46,7 +46,7 @@ class Masker(Protocol):
 @dataclass(frozen=True, slots=True)
 class InFlight:
     handle: StepHandle
-    rested: bool  # first step after the engine was idle
+    was_idle: bool  # first step after the engine was idle
     num_decoded: int  # tokens of decode rows
     num_prompt: int  # prompt tokens
 
@@ -85,7 +85,7 @@ class EngineLoop:
         self.recent = Recent(scheduler, executor, now)
         self.bubble_s = 0.0  # total time that the device waited for the host despite work
         self._in_flight: deque[InFlight] = deque()
-        self._rested = True
+        self._was_idle = True
 
     @property
     def idle(self) -> bool:
@@ -111,11 +111,11 @@ class EngineLoop:
     def refuse(self, request_id: int, kind: RefusalKind, reason: str) -> None:
         self._publish(StepOutput(refused=[Refusal(request_id, kind, reason)]))
 
-    def tell(self) -> None:
+    def publish_events(self) -> None:
         """Publish refusals and finishes immediately, outside a step."""
-        if (told := self.scheduler.output()) != StepOutput():
-            self.recent.told(told)
-            self._publish(told)
+        if (events := self.scheduler.output()) != StepOutput():
+            self.recent.note_finished(events)
+            self._publish(events)
 
     def step(self) -> None:
         self.clock.skip()
@@ -133,11 +133,11 @@ class EngineLoop:
                 self._complete(0)  # a mask depends on all tokens before it
                 handle.sample(self.masker.fill(self.scheduler.masked_rows(plan)))
                 self.clock.lap("mask")
-            self._in_flight.append(InFlight(handle, self._rested, num_decoded, num_prompt))
+            self._in_flight.append(InFlight(handle, self._was_idle, num_decoded, num_prompt))
             if self.pace is not None:
                 self.pace.planned(num_decoded, num_prompt)
         self._complete(self.depth if plan is not None else 0)
-        self._rested = self.idle
+        self._was_idle = self.idle
         if plan is not None:
             self.clock.end_step()
 
@@ -147,7 +147,7 @@ class EngineLoop:
             result = step.handle.wait()
             self.progress.end()
             self.clock.skip()
-            bubble_s = 0.0 if step.rested else step.handle.gap_s
+            bubble_s = 0.0 if step.was_idle else step.handle.gap_s
             self.bubble_s += bubble_s
             if self.pace is not None:
                 self.pace.measured(step.num_decoded, step.num_prompt, step.handle.busy_s)

@@ -233,7 +233,7 @@ class Engine:
     def run(self) -> None:
         while self._outboxes or self._stays:
             self._take_mail()
-            self.loop.tell()
+            self.loop.publish_events()
             self.loop.step()
         self.grammars.close()
         log.info("stopped %s", fields(steps=self.scheduler.stats().num_steps))

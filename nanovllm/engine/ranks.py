@@ -40,7 +40,7 @@ log = logging.getLogger("engine")
 LOAD_EVERY_S = 0.2  # interval at which a busy lane reports the load of experts
 
 
-class Told(Struct, frozen=True, array_like=True):
+class PlanMessage(Struct, frozen=True, array_like=True):
     """Message to the other ranks: the plan of the next step, or the masks of the last one.
 
     There is one entry per lane, or a single one for all ranks. Masks are int32; those of a lane
@@ -51,7 +51,7 @@ class Told(Struct, frozen=True, array_like=True):
     masks: Sequence[Masks] = ()
 
 
-class Said(Struct, frozen=True, array_like=True):
+class ResultMessage(Struct, frozen=True, array_like=True):
     """Message of a lane: the result of a step, its counters, and at times the load of experts."""
 
     result: StepResult
@@ -69,8 +69,8 @@ def unpacked(_: object, found: tuple[tuple[int, ...], bytes]) -> Int32:
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=packed).encode
-told_of = msgspec.msgpack.Decoder(Told, dec_hook=unpacked).decode
-said_of = msgspec.msgpack.Decoder(Said, dec_hook=unpacked).decode
+decode_plan = msgspec.msgpack.Decoder(PlanMessage, dec_hook=unpacked).decode
+decode_result = msgspec.msgpack.Decoder(ResultMessage, dec_hook=unpacked).decode
 
 
 class RankedExecutor:
@@ -93,16 +93,16 @@ class RankedExecutor:
         loads = [load for load in (self.own.expert_load(wait=wait), *self._loads) if load]
         return sum_of(loads) if loads else None
 
-    def heard(self) -> list[StepResult]:
+    def other_results(self) -> list[StepResult]:
         """Block until the other lanes' results of the next step, and return them."""
-        said = [said_of(message) for message in self.place.recv_all()]
+        said = [decode_result(message) for message in self.place.recv_all()]
         self.padded_tokens = self.own.padded_tokens + sum(one.padded_tokens for one in said)
         self._loads = [one.experts or old for one, old in zip(said, self._loads, strict=True)]
         return [one.result for one in said]
 
     def launch(self, plan: StepPlan) -> StepHandle:
         lanes = plan.lanes if isinstance(plan, LanesPlan) else (plan, plan)
-        self.place.send(encode(Told(lanes[1:])))
+        self.place.send(encode(PlanMessage(lanes[1:])))
         known = self.own.steps_by_mode.copy()
         handle = self.own.launch(lanes[0])
         if self.place.lanes == 1:
@@ -127,7 +127,7 @@ class RankedHandle:
         self.gap_s = self.busy_s = 0.0
 
     def sample(self, masks: Masks) -> None:
-        self.place.send(encode(Told([], [masks])))
+        self.place.send(encode(PlanMessage([], [masks])))
         self.own.sample(masks)
 
     def wait(self) -> StepResult:
@@ -146,13 +146,13 @@ class LanesHandle(RankedHandle):
     def sample(self, masks: Masks) -> None:
         ends = np.cumsum([num_masks(plan) for plan in self.plans])
         own, *others = np.split(masks, ends[:-1])
-        self.place.send(encode(Told([], others)))
+        self.place.send(encode(PlanMessage([], others)))
         if len(own):
             self.own.sample(own)
 
     def wait(self) -> StepResult:
         first = super().wait()
-        return LanesResult(first.step, first.tokens, lanes=(first, *self.ranks.heard()))
+        return LanesResult(first.step, first.tokens, lanes=(first, *self.ranks.other_results()))
 
 
 def num_masks(plan: StepPlan) -> int:
@@ -175,14 +175,14 @@ class Follower:
             threading.Thread(target=self._reply, daemon=True).start()
 
     def take(self, message: bytes) -> None:
-        told = told_of(message)
-        if told.plans:
-            plan = told.plans[self._at]
+        received = decode_plan(message)
+        if received.plans:
+            plan = received.plans[self._at]
             handle = self.own.launch(plan)
             if plan.masked:
                 self._masked = handle
                 return
-        elif len(masks := told.masks[self._at]):
+        elif len(masks := received.masks[self._at]):
             handle = self._masked
             handle.sample(masks.copy())  # torch needs a writable array
         else:
@@ -199,7 +199,7 @@ class Follower:
                 result, load = self._sampled.get().wait(), None
                 if self._sampled.empty() or time.monotonic() >= due:
                     load, due = self.own.expert_load(wait=True), time.monotonic() + LOAD_EVERY_S
-                self.place.reply(encode(Said(result, self.own.padded_tokens, load)))
+                self.place.reply(encode(ResultMessage(result, self.own.padded_tokens, load)))
         except OSError:  # rank 0 has ended
             return
         except BaseException:

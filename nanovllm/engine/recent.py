@@ -96,7 +96,7 @@ class Recent:
             came_s=self._came_s(request),
         )
 
-    def told(self, output: StepOutput) -> None:
+    def note_finished(self, output: StepOutput) -> None:
         """Note the finished requests of an output."""
         if output.finished:
             self._finished += [(end.request_id, end.reason.name.lower()) for end in output.finished]
@@ -106,7 +106,7 @@ class Recent:
     ) -> None:
         """Note the end of the oldest step in flight. `host_s`: the host's time since the start."""
         step, queue = self._in_flight.popleft(), self._queue
-        self.told(output)
+        self.note_finished(output)
         step.finished, self._finished = self._finished, []
         step.ended_s, step.host_s = self._now(), host_s
         step.device_s, step.bubble_s = handle.busy_s, bubble_s

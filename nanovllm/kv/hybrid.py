@@ -182,9 +182,9 @@ class HybridMemory(KVMemory):
 
     # -- departures -------------------------------------------------------------------------
 
-    def condemn(self, request_id: int, start: int = 0) -> None:
+    def invalidate(self, request_id: int, start: int = 0) -> None:
         """Also remove states, including those that other requests saved on these pages."""
-        super().condemn(request_id, start)
+        super().invalidate(request_id, start)
         keys = self._holdings[request_id].keys
         for state in list(self.states.along(keys, len(keys.tokens))):
             if state.num_tokens > start:

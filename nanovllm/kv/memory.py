@@ -264,7 +264,7 @@ class KVMemory:
 
     # -- departures -------------------------------------------------------------------------
 
-    def suspect(self, request_id: int, written: range) -> None:
+    def mark_unverified(self, request_id: int, written: range) -> None:
         """Zero the pages of tokens whose result will never be checked, before they are reused.
 
         Full pages stay registered: a request that reads NaN there would also compute NaN. A partly
@@ -276,19 +276,19 @@ class KVMemory:
             if i >= holding.num_named:
                 self._forget(holding.pages[i])
 
-    def condemn(self, request_id: int, start: int = 0) -> None:
+    def invalidate(self, request_id: int, start: int = 0) -> None:
         """Unregister a request's pages from token `start` on, and zero them before reuse.
 
         Called when the request's logits are NaN or infinite.
         """
         holding = self._holdings[request_id]
-        self._condemn(holding.pages[start // self.page_tokens :])
+        self._invalidate(holding.pages[start // self.page_tokens :])
 
-    def condemn_text(self, keys: PageKeys) -> None:
+    def invalidate_by_keys(self, keys: PageKeys) -> None:
         """Do the same for a request that has already released its pages."""
-        self._condemn([self._page_of[key] for key in keys.computed if key in self._page_of])
+        self._invalidate([self._page_of[key] for key in keys.computed if key in self._page_of])
 
-    def _condemn(self, pages: list[int]) -> None:
+    def _invalidate(self, pages: list[int]) -> None:
         self._dirty.update(pages)
         for page in pages:
             self._forget(page)

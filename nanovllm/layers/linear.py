@@ -39,7 +39,7 @@ class Layer(nn.Module):
     def __call__(self, *args: Any) -> Any:  # noqa: ANN401
         return self.forward(*args)
 
-    def finish(self) -> None:
+    def after_load(self) -> None:
         """Compute tensors derived from the loaded weights."""
 
 
@@ -48,7 +48,7 @@ def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
-def summed_up(y_TD: Tensor, residual: Added, mesh: Mesh) -> Residual:
+def with_pending_sum(y_TD: Tensor, residual: Added, mesh: Mesh) -> Residual:
     """Return the residual stream with a partial product that must still be summed over ranks.
 
     May overwrite both inputs.
@@ -124,6 +124,6 @@ class AddLinear(Linear):
         """Return the stream with the product added or pending. May overwrite the stream."""
         run = self.by_rows[len(residual.stream_TD)].run  # x may be Quantised, with another len()
         if self.mesh.tp_size > 1:
-            return summed_up(run(x_TD, self.operand), residual, self.mesh)
+            return with_pending_sum(run(x_TD, self.operand), residual, self.mesh)
         after: Residual = run(x_TD, self.operand, residual)
         return after

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from nanovllm.attention.base import ForwardContext
 from nanovllm.layers.expert_products import ExpertKernels, products_for
 from nanovllm.layers.fp8 import fp8_parameter, in_blocks
-from nanovllm.layers.linear import Layer, Placement, parameter, summed_up
+from nanovllm.layers.linear import Layer, Placement, parameter, with_pending_sum
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.ops import Implementation, Ops, RowTable
 from nanovllm.layers.residual import Added, Pending, Residual, as_tensor
@@ -235,14 +235,14 @@ class MoE(Layer):
     def forward(self, residual: Residual, ctx: ForwardContext) -> Residual:
         """Return the residual stream plus the block's result. May overwrite its input."""
         x_TD, logits_TE, stream = self._normed(residual)
-        shared_TD, stream = self._of_shared(logits_TE, stream)
-        uniform, placed = self._of_tokens(ctx)
+        shared_TD, stream = self._shared_result(logits_TE, stream)
+        uniform, placed = self._routing_inputs(ctx)
         routed = self.experts.route(logits_TE[:, : self.num_ranked], self.bias, uniform, placed)
         if self.mesh.lanes > 1:
             self._exchange(ctx, x_TD, routed, stream.stream_TD)
             return stream if shared_TD is None else Pending(stream.stream_TD, shared_TD)
         if self.mesh.tp_size > 1:
-            return summed_up(self.experts(x_TD, *routed, None, shared_TD), stream, self.mesh)
+            return with_pending_sum(self.experts(x_TD, *routed, None, shared_TD), stream, self.mesh)
         return Added(self.experts(x_TD, *routed, stream.stream_TD, shared_TD))
 
     def _exchange(
@@ -275,7 +275,7 @@ class MoE(Layer):
         x_TD, stream = self.ops.norm(residual, norm_weight, self.eps)
         return x_TD, self.router.product(x_TD), stream
 
-    def _of_shared(self, logits_TE: Tensor, stream: Added) -> tuple[Tensor | None, Added]:
+    def _shared_result(self, logits_TE: Tensor, stream: Added) -> tuple[Tensor | None, Added]:
         """Return this rank's result of the shared expert, or None if the stream includes it."""
         if self.shared is None:
             return None, stream
@@ -304,7 +304,7 @@ class MoE(Layer):
             total += 2 * hidden_size  # tokens of all lanes, and their sums
         return total + self.experts.num_chosen * (hidden_size + inner + 8)  # 8: the sorted lists
 
-    def _of_tokens(self, ctx: ForwardContext) -> tuple[Uniform | None, Placed | None]:
+    def _routing_inputs(self, ctx: ForwardContext) -> tuple[Uniform | None, Placed | None]:
         """Return the tokens' slots and positions, and their slot mappings, where they are needed.
 
         The first two select experts in uniform synthetic routing. The last selects a replica of the
@@ -348,7 +348,7 @@ def shared_rules(source: str) -> tuple[tuple[str, str, str], ...]:
     )
 
 
-def read_by(model: nn.Module, num_tokens: int, lanes: int = 1) -> tuple[float, float]:
+def weight_traffic(model: nn.Module, num_tokens: int, lanes: int = 1) -> tuple[float, float]:
     """Return (bytes of weights read by a step of `num_tokens`, weights multiplied per token).
 
     Both are of one rank, for uniform routing. A shared expert is always read. Each of several lanes

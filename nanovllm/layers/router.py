@@ -55,7 +55,7 @@ class Router(Linear):
             return Implementation("parts", lambda x_TD, _: by_parts(x_TD, self.parts_IED))
         return Implementation("library", lambda x, weight: F.linear(x.to(weight.dtype), weight))
 
-    def finish(self) -> None:
+    def after_load(self) -> None:
         """Compute the parts. There may be fewer than MOST_PARTS."""
         if "parts_IED" in self._buffers:
             self.parts_IED = bfloat16_parts(self.weight)

@@ -52,14 +52,14 @@ def whole(
     if missing := [name for name in wanted if name not in found]:
         faults["missing"] = missing
     if faults:
-        kinds = "; ".join(told(kind, tensors) for kind, tensors in faults.items())
+        kinds = "; ".join(described(kind, tensors) for kind, tensors in faults.items())
         raise ConfigError(f"{source} does not fit the model: {kinds}")
     if later:
         log.info("ignored %d tensors of layers that are not run (later ones, or MTP)", later)
     return found
 
 
-def told(kind: str, tensors: list[str]) -> str:
+def described(kind: str, tensors: list[str]) -> str:
     count = "1 tensor" if len(tensors) == 1 else f"{len(tensors)} tensors"
     shown = ", ".join(tensors[:SHOWN])
     if len(tensors) > SHOWN:

@@ -51,7 +51,7 @@ def fill(model: Decoder, config: Config) -> None:
         assert config.model_dir is not None
         fill_from_files(model, wanted, Path(config.model_dir))
     for layer in (module for module in model.modules() if isinstance(module, Layer)):
-        layer.finish()
+        layer.after_load()
 
 
 @contextmanager

@@ -33,37 +33,37 @@ class GlooMesh(Mesh):
         store = distributed.FileStore(self.rendezvous, self.size)  # type: ignore[attr-defined]
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        with told():
+        with connection_errors():
             self.backend.append(gloo(store, self.rank, self.size, options))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.tp_size > 1:
-            with told():
+            with connection_errors():
                 self.backend[0].allreduce([x]).wait()
         return x
 
     def gather(self, x: Tensor) -> Tensor:
         shares = [torch.empty_like(x) for _ in range(self.size)]
-        with told():
+        with connection_errors():
             self.backend[0].allgather([shares], [x]).wait()
         return torch.stack(shares)
 
     def own_sum(self, parts_ITD: Tensor) -> Tensor:
         found_ITD = torch.empty_like(parts_ITD)
-        with told():
+        with connection_errors():
             self.backend[0].alltoall_base(found_ITD, parts_ITD.contiguous(), [], []).wait()
         return found_ITD.sum(0)
 
     def least(self, count: int) -> int:
         options: Any = distributed.AllreduceOptions()
         options.reduceOp, found = distributed.ReduceOp.MIN, torch.tensor([count])
-        with told():
+        with connection_errors():
             self.backend[0].allreduce([found], options).wait()
         return int(found[0])
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def connection_errors() -> Iterator[None]:
     """Turn gloo's error for a broken connection into RankLostError."""
     try:
         yield

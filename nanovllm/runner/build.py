@@ -23,7 +23,7 @@ from nanovllm.runner.batch import BatchPrep
 from nanovllm.runner.caches import make_caches
 from nanovllm.runner.graphs import graph_sizes, obstacles
 from nanovllm.runner.piecewise import piecewise_sizes
-from nanovllm.runner.precompile import compiled_beside, jobs_of
+from nanovllm.runner.precompile import compile_in_background, jobs_of
 from nanovllm.runner.resolved import Resolved, resolved
 from nanovllm.runner.room import check_room
 from nanovllm.runner.runner import Runner
@@ -99,7 +99,7 @@ def load(config: Config, found: Resolved) -> Decoder:
     check_room(found)
     use_folder(cache_dir())
     model = found.empty_model(found.device)
-    with compiled_beside([] if found.mesh.rank else jobs_of(found, model)):
+    with compile_in_background([] if found.mesh.rank else jobs_of(found, model)):
         fill(model, config)
     found.mesh.least(0)  # a barrier: the other ranks wait for the kernels that rank 0 compiles
     return model

@@ -61,10 +61,10 @@ class ExpertCounter:
         if wait:
             done.synchronize()
         if done.query():
-            self._newest, self._copy = self._told(copy.numpy()), None
+            self._newest, self._copy = self._load_of(copy.numpy()), None
         return self._newest
 
-    def _told(self, counts: Counts) -> ExpertLoad:
+    def _load_of(self, counts: Counts) -> ExpertLoad:
         by_expert, by_rank = (
             np.bincount(self._layer_of * (1 + what.max()) + what, counts).astype(np.int64).tobytes()
             for what in (self._expert_of, self._rank_of)

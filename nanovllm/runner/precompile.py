@@ -96,7 +96,7 @@ def products_of(model: Decoder) -> list[Job]:
 
 
 @contextmanager
-def compiled_beside(jobs: list[Job]) -> Iterator[None]:
+def compile_in_background(jobs: list[Job]) -> Iterator[None]:
     """Compile the kernels that are not on disk while the body of the `with` statement runs."""
     lacking = [job for job in jobs if job.path and not job.path.exists()]
     if len(lacking) < 2 or len(os.sched_getaffinity(0)) < LEAST_CORES:

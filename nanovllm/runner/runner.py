@@ -67,8 +67,8 @@ class Runner:
         self.experts = ExpertCounter(model, self.device)
         self.expert_load = self.experts.newest
         self.builder = RowBuilder(largest_graph(padding, width), padding, width, self.device)
-        self.graphs = DecodeGraphs(self.forward, self.builder, sharing_logits)
-        self.draws = DecodeGraphs(self.draw_plainly, self.builder)
+        self.graphs = DecodeGraphs(self.forward, self.builder, share_logits)
+        self.draws = DecodeGraphs(self.draw_plain, self.builder)
         self.piecewise = PiecewiseGraphs(self.hidden, padding * width, self.device)
         self.clock = DeviceClock(self.device)
         self.steps_by_mode: Counter[str] = Counter()
@@ -119,7 +119,7 @@ class Runner:
         written = self._write_back(rows, batch, sampled.tokens_S)
         return start_copy(rows, *written, sampled.logprobs)
 
-    def draw_plainly(self, rows: StepRows) -> Written:
+    def draw_plain(self, rows: StepRows) -> Written:
         """After a replayed forward pass, draw by seed and temperature and write the tokens back.
 
         Captured as well, because its launches cost the host as much as the whole forward pass.
@@ -156,7 +156,7 @@ class Runner:
         self.padded_tokens += fitting[0] - rows.num_tokens
         return self.graphs.replay(fitting), "FULL"
 
-    def why_eager(self, rows: StepRows) -> str | None:
+    def eager_reason(self, rows: StepRows) -> str | None:
         """Return the reason why a step of these rows replays no graph, or None if it does."""
         of_width = [tokens for tokens, width in self.graphs.captured if width == rows.width]
         sizes = of_width if rows.is_decode else list(self.piecewise.captured)
@@ -180,7 +180,7 @@ class Runner:
         return hidden_SD
 
 
-def sharing_logits(forwarded: Forwarded) -> Forwarded:
+def share_logits(forwarded: Forwarded) -> Forwarded:
     """Let graphs of all sizes share the memory of logits, since only one step's are in use."""
     assert forwarded.logits_SV is not None
     return replace(forwarded, logits_SV=borrowed(forwarded.logits_SV))

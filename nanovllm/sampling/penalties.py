@@ -16,7 +16,7 @@ from nanovllm.plan import Admit, Int32
 from nanovllm.sampling.base import PerSlot, SampleRows, Wanted
 from nanovllm.sampling.columns import Fields, indices
 
-MILDEST = 1e-6  # least divisor of logits, which keeps them finite
+MIN_REPETITION_PENALTY = 1e-6  # least divisor of logits, which keeps them finite
 
 
 class Penalties:
@@ -38,7 +38,7 @@ class Penalties:
     def admit(self, admits: Sequence[Admit]) -> None:
         for admit in admits:
             asked, line = admit.sampling, self.host[admit.slot]
-            line["repetition"] = max(asked.repetition_penalty, MILDEST)
+            line["repetition"] = max(asked.repetition_penalty, MIN_REPETITION_PENALTY)
             line["presence"] = asked.presence_penalty
             line["frequency"] = asked.frequency_penalty
             additive = asked.presence_penalty != 0 or asked.frequency_penalty != 0

@@ -23,7 +23,7 @@ from nanovllm.sampling.shards import Shard
 from nanovllm.sampling.truncate import Truncation
 
 FIELDS = (("seed", "i8"), ("inverse_temperature", "f4"), ("special", "?"))
-COLDEST = 1e6  # maximum inverse temperature; temperatures below 1e-6 act like it
+MAX_INVERSE_TEMPERATURE = 1e6  # maximum inverse temperature; temperatures below 1e-6 act like it
 
 
 class Sampler:
@@ -70,7 +70,9 @@ class Sampler:
         for admit in admits:
             heat, line = admit.sampling.temperature, self.columns.host[admit.slot]
             line["seed"] = admit.sampling.seed
-            line["inverse_temperature"] = min(1 / heat, COLDEST) if heat > 0 else 0.0
+            line["inverse_temperature"] = (
+                min(1 / heat, MAX_INVERSE_TEMPERATURE) if heat > 0 else 0.0
+            )
         for feature in self.features:
             feature.admit(admits)
 

@@ -127,7 +127,7 @@ class Decoding:
         count = 0 if flight.drafts is None else flight.drafts[row]
         return int(flight.rows.ids[row]), self.drafting.fed(flight.rows.slots[row], count)
 
-    def land(self, step: int) -> Flight:
+    def pop_flight(self, step: int) -> Flight:
         """Remove and return the rows of a step whose results have arrived."""
         return self._flights.pop(step)
 

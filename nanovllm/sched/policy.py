@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from nanovllm.sched.request import Request
 
 LOOKED_AT = 32  # waiting requests that a step considers at most
-LEAST_SPARED = 32  # least cached tokens that justify waiting a step: fewer are nearly free
+MIN_SAVED_TOKENS = 32  # least cached tokens that justify waiting a step: fewer are nearly free
 
 
 def urgency(priority: int, now: float, arrival: int, ageing_s: float) -> tuple[float, int]:

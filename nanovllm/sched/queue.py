@@ -36,7 +36,7 @@ class Queue:
         max_queue: int,
         ageing_s: float,
         overtake_steps: int,
-        least_spared: int,
+        min_saved_tokens: int,
     ) -> None:
         self.memory = memory
         self.decoding = decoding
@@ -44,12 +44,12 @@ class Queue:
         self.max_queue = max_queue
         self.ageing_s = ageing_s
         self.overtake_steps = overtake_steps
-        self.least_spared = least_spared
+        self.min_saved_tokens = min_saved_tokens
         self.waiting = ByUrgency()
         self.running = ByUrgency()  # the last request is preempted first
         self.prefilling = ByUrgency()  # running requests with prompt tokens left to plan
         self.by_id: dict[int, Request] = {}
-        self.told = StepOutput()  # refusals, starts and finishes after the last output
+        self.events = StepOutput()  # refusals, starts and finishes after the last output
         self.num_deferred = 0  # requests that wait for a prefix that the latest plan computes
         self.num_preemptions = self.prompt_tokens = self.cached_tokens = 0
         self._arrivals = 0
@@ -63,7 +63,7 @@ class Queue:
         request = arrive(spec, order, self.memory.page_tokens)
         self._arrivals += 1
         if (refusal := self._refuse(request)) is not None:
-            self.told.refused.append(Refusal(request.id, *refusal))
+            self.events.refused.append(Refusal(request.id, *refusal))
             return
         self.by_id[request.id] = request
         self.waiting.add(request)
@@ -130,7 +130,7 @@ class Queue:
         if not plan.chunks:
             return None
         now, then = self.memory.reach(request.keys)
-        if not worth_waiting(then - now, len(request.tokens) - now, self.least_spared):
+        if not worth_waiting(then - now, len(request.tokens) - now, self.min_saved_tokens):
             return None
         return self.memory.num_pages_for(len(request.tokens)) - then // self.memory.page_tokens
 
@@ -150,7 +150,7 @@ class Queue:
         self.decoding.begin(request, len(known.pages))
         if not request.was_started:
             request.was_started = True
-            self.told.started.append(Started(request.id, known.num_cached))
+            self.events.started.append(Started(request.id, known.num_cached))
             self.prompt_tokens += request.num_prompt
             self.cached_tokens += known.num_cached
         admit = Admit(
@@ -205,7 +205,7 @@ class Queue:
         """Move a request back to the queue. It recomputes later, mostly from its cached pages."""
         self.num_preemptions += 1
         self._leave(victim)
-        self.memory.suspect(victim.id, victim.written)
+        self.memory.mark_unverified(victim.id, victim.written)
         self.memory.release(victim.id)
         self.waiting.add(victim)
 
@@ -213,17 +213,17 @@ class Queue:
         """End a request. Results that are still in flight for it are dropped."""
         request.finish = reason
         del self.by_id[request.id]
-        self.told.finished.append(Finish(request.id, reason))
+        self.events.finished.append(Finish(request.id, reason))
         if request.slot < 0:
             self.waiting.remove(request)
             return
         self._leave(request)
         if reason is FinishReason.ERROR:
-            self.memory.condemn(request.id)
+            self.memory.invalidate(request.id)
         elif request.num_in_flight:
             return  # handle_late_result() releases the pages
         else:
-            self.memory.suspect(request.id, request.written)
+            self.memory.mark_unverified(request.id, request.written)
         self.memory.release(request.id)
 
     def _leave(self, request: Request) -> None:
@@ -234,22 +234,22 @@ class Queue:
         self._free_slots.append(request.slot)
         request.slot = -1
 
-    def land(self, request: Request, line: list[int]) -> int:
+    def handle_late_result(self, request: Request, line: list[int]) -> int:
         """Take a result for a request without a slot. Return how many of its tokens are kept."""
         request.num_in_flight -= 1
         if request.finish is None:
-            return self._land_preempted(request, line)
+            return self._append_late(request, line)
         if self.memory.holds(request.id):
             if line[0] == CORRUPTED:
-                self.memory.condemn(request.id, request.written.start)
+                self.memory.invalidate(request.id, request.written.start)
             if not request.num_in_flight:
-                self.memory.suspect(request.id, request.drafted)
+                self.memory.mark_unverified(request.id, request.drafted)
                 self.memory.release(request.id)
         return 0
 
-    def _land_preempted(self, request: Request, line: list[int]) -> int:
+    def _append_late(self, request: Request, line: list[int]) -> int:
         if line[0] == CORRUPTED:
-            self.memory.condemn_text(request.keys)
+            self.memory.invalidate_by_keys(request.keys)
             self.retire(request, FinishReason.ERROR)
             return 0
         for kept, token in enumerate(line):
@@ -260,7 +260,7 @@ class Queue:
                 return kept + 1
         return len(line)
 
-    def look_at(self, request: Request) -> bool:
+    def commit_and_check_stop(self, request: Request) -> bool:
         """Register the request's full pages and return True if it ended.
 
         All tokens but the latest are computed.

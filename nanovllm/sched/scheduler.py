@@ -30,7 +30,7 @@ from msgspec.structs import replace
 from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import CORRUPTED, Grant, Int32, StepPlan, StepResult
 from nanovllm.sched.decoding import Decoding
-from nanovllm.sched.policy import LEAST_SPARED, prompt_budget
+from nanovllm.sched.policy import MIN_SAVED_TOKENS, prompt_budget
 from nanovllm.sched.queue import Queue
 from nanovllm.sched.request import Request
 from nanovllm.sched.rows import Flight, OpenPlan, Rows, rows_of
@@ -50,7 +50,7 @@ class Scheduler:
     `num_slots` is at most `step_tokens`, so that every decode row fits every step.
     `mixed_step_tokens` limits the prompts of steps with decode rows, not the rows themselves; it
     may change between steps. `overtake_steps` is the number of steps in which later requests may
-    be admitted before one that lacks pages. `least_spared`: a request waits a step for a prefix
+    be admitted before one that lacks pages. `min_saved_tokens`: a request waits a step for a prefix
     that another one computes if that saves this many tokens and half of its own.
     """
 
@@ -66,7 +66,7 @@ class Scheduler:
         max_queue: int = 1 << 30,
         ageing_s: float = 1.0,
         overtake_steps: int = 64,
-        least_spared: int = LEAST_SPARED,
+        min_saved_tokens: int = MIN_SAVED_TOKENS,
     ) -> None:
         self.memory = memory
         self.step_tokens = step_tokens
@@ -82,7 +82,7 @@ class Scheduler:
             max_queue=max_queue,
             ageing_s=ageing_s,
             overtake_steps=overtake_steps,
-            least_spared=least_spared,
+            min_saved_tokens=min_saved_tokens,
         )
         self._step = self._generated = self._fed = 0
         self._steps_by_tokens = [0] * (len(STEP_TOKENS) + 1)
@@ -101,8 +101,8 @@ class Scheduler:
 
     def output(self) -> StepOutput:
         """Return refusals, starts and finishes after the last output."""
-        told, self.queue.told = self.queue.told, StepOutput()
-        return told
+        events, self.queue.events = self.queue.events, StepOutput()
+        return events
 
     def stats(self) -> Stats:
         queue = self.queue
@@ -229,7 +229,7 @@ class Scheduler:
 
     def complete(self, result: StepResult) -> StepOutput:
         """Append a step's tokens, finish requests, register pages. Steps complete in order."""
-        flight, lines = self._decoding.land(result.step), result.tokens
+        flight, lines = self._decoding.pop_flight(result.step), result.tokens
         rows = flight.rows
         if len(lines) != len(rows.requests):
             raise ValueError(f"{len(lines)} lines for a step of {len(rows.requests)} rows")
@@ -250,16 +250,16 @@ class Scheduler:
             lines = lines[np.arange(lines.shape[1]) < kept_R[:, None]]
             ids, counts = ids[kept_R > 0], kept_R[kept_R > 0].tobytes()
         self._generated += lines.size
-        told = self.output()
+        events = self.output()
         return replace(
-            told, ids=ids.tobytes(), tokens=lines.tobytes(), counts=counts, logprobs=logprobs
+            events, ids=ids.tobytes(), tokens=lines.tobytes(), counts=counts, logprobs=logprobs
         )
 
     def _append(self, flight: Flight, result: StepResult) -> Int32:
         """Return how many of its tokens each row keeps: 0 if its request finished before."""
         rows, lines_RT = flight.rows, result.tokens
         kept_R = np.zeros(len(lines_RT), np.int32)
-        here = self._here(flight, lines_RT, kept_R)
+        here = self._rows_in_slots(flight, lines_RT, kept_R)
         if flight.drafts is not None:  # rejected drafts were planned and are not computed
             slots_R, drafts_R = rows.slots[here], flight.drafts[here]
             right_R = (lines_RT[here, 1:] >= 0).sum(1, dtype=np.int32)
@@ -275,16 +275,20 @@ class Scheduler:
             at = here if len(here) < len(kept_R) else slice(None)  # a slice makes views, not copies
             kept_R[at] += 1
             due = self._decoding.tails.append(rows.slots[at], tokens_R[at])
-            if ended := [i for i in due if self.queue.look_at(rows.requests[here[i]])]:
+            if ended := [
+                i for i in due if self.queue.commit_and_check_stop(rows.requests[here[i]])
+            ]:
                 here = np.delete(here, ended)
         return kept_R
 
-    def _here(self, flight: Flight, lines_RT: Int32, kept_R: Int32) -> npt.NDArray[np.int64]:
+    def _rows_in_slots(
+        self, flight: Flight, lines_RT: Int32, kept_R: Int32
+    ) -> npt.NDArray[np.int64]:
         """Return the rows of requests in slots. Handle the results of all other rows."""
         requests, here = flight.rows.requests, np.arange(len(lines_RT))
         if (is_here := self._decoding.present(flight.rows)) is not None:
             for row in np.flatnonzero(~is_here).tolist():
-                kept_R[row] = self.queue.land(requests[row], lines_RT[row].tolist())
+                kept_R[row] = self.queue.handle_late_result(requests[row], lines_RT[row].tolist())
             here = here[is_here]
         corrupted = lines_RT[:, 0] == CORRUPTED
         if np.count_nonzero(corrupted):

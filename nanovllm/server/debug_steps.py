@@ -62,7 +62,7 @@ class DebugSteps:
             raise gone from None
         ready = clients[at].ready
         sizes = {"num_slots": ready.num_slots, "num_pages": ready.num_pages}
-        body = {"engine": at, "engines": len(clients), **sizes, **told(steps)}
+        body = {"engine": at, "engines": len(clients), **sizes, **as_json(steps)}
         writer.respond(200, JSON, msgspec.json.encode(body), NO_STORE)
 
 
@@ -75,7 +75,7 @@ def _number(scope: Scope, name: str, most: int) -> int:
     return int(text)
 
 
-def told(steps: Steps) -> dict[str, Any]:
+def as_json(steps: Steps) -> dict[str, Any]:
     """Return the body without the sizes."""
     slots = decodes = b""
     listed = []

@@ -18,13 +18,13 @@ from nanovllm.bench import graphs as bench, record
 from nanovllm.bench.graphs import (
     GraphCost,
     context_of,
+    eager_reason,
     measure,
     metrics,
     mixed_rows,
     occupy,
     rows_of,
     table,
-    why_eager,
 )
 from nanovllm.cli import commands
 from nanovllm.cli.commands import capture_graphs, lacks_gpu
@@ -153,21 +153,21 @@ def test_a_gpu_recipe_has_no_obstacle_but_its_own_wishes() -> None:
 def test_the_runner_says_which_steps_it_does_not_replay(built: Built) -> None:
     runner = built.runner
     decode = runner.builder.padded(9, 1, 256)
-    assert runner.why_eager(decode) == "no graph was captured"
+    assert runner.eager_reason(decode) == "no graph was captured"
     capture_pretended(runner, [4, 8])
-    assert runner.why_eager(decode) == "9 rows are more than the largest graph's 8"
-    assert runner.why_eager(runner.builder.padded(8, 1, 256)) is None
+    assert runner.eager_reason(decode) == "9 rows are more than the largest graph's 8"
+    assert runner.eager_reason(runner.builder.padded(8, 1, 256)) is None
     no_graph = "no graph was captured"
-    assert runner.why_eager(padding_rows(runner, 1, 2)) == no_graph
+    assert runner.eager_reason(padding_rows(runner, 1, 2)) == no_graph
     capture_pretended(runner, [SLOTS])
     sampling = ("sampling, after either", "its launches depend on the rows' parameters")
-    assert [*why_eager(runner, built.recipe).items()] == [
+    assert [*eager_reason(runner, built.recipe).items()] == [
         ("decode, 1 to 12 rows", None),
         ("prefill and mixed, 2 to 64 tokens", no_graph),
         sampling,
     ]
     capture_on_tapes(runner, [16, 32])
-    assert [*why_eager(runner, built.recipe).items()] == [
+    assert [*eager_reason(runner, built.recipe).items()] == [
         ("decode, 1 to 12 rows", None),
         ("prefill and mixed, 1 to 32 tokens", None),
         ("prefill and mixed, 33 to 64 tokens", "64 tokens are more than the largest graph's 32"),

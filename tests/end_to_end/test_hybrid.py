@@ -20,7 +20,7 @@ NGRAM = Speculate(method="ngram", tokens=3, min_match=1, max_match=4)
 NEXT = [case for case in CASES if case.startswith("qwen3_next")]
 MAX_NEW = 60
 SURE = 1e-3  # transformers' two forms of a recurrence differ by 8e-4 in logits here
-Told = tuple[Config, list[list[int]], list[list[int]]]
+PlanMessage = tuple[Config, list[list[int]], list[list[int]]]
 
 
 def long_prompts(model: PreTrainedModel) -> tuple[list[list[int]], list[list[int]]]:
@@ -46,14 +46,14 @@ def sure(told: tuple[list[int], float]) -> bool:
 
 
 @pytest.fixture(scope="module", params=NEXT)
-def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
+def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PlanMessage:
     folder: Path = tmp_path_factory.mktemp("tiny")
     family, overrides = CASES[request.param]
     model = make_tiny(folder, family, **overrides)
     return config_of(folder), *long_prompts(model)
 
 
-def test_long_texts_are_the_references(told: Told) -> None:
+def test_long_texts_are_the_references(told: PlanMessage) -> None:
     """Texts of over 150 tokens, prompts included, equal the reference in prefill and decode."""
     config, prompts, expected = told
     assert max(map(len, prompts)) + MAX_NEW > 180
@@ -78,7 +78,7 @@ def test_long_texts_are_the_references(told: Told) -> None:
     order=st.permutations(range(7)),
 )
 def test_however_it_is_batched(
-    told: Told, drafts: bool, pages: int, page_tokens: int, order: list[int], **sizes: int
+    told: PlanMessage, drafts: bool, pages: int, page_tokens: int, order: list[int], **sizes: int
 ) -> None:
     config, prompts, expected = told
     engine = WholeEngine(
@@ -102,7 +102,7 @@ def test_however_it_is_batched(
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_next_turn_goes_on_from_what_was_saved_while_text_grew(
-    told: Told, drafts: bool, depth: int
+    told: PlanMessage, drafts: bool, depth: int
 ) -> None:
     """A next turn reuses states saved during decoding.
 
@@ -132,7 +132,7 @@ def test_a_next_turn_goes_on_from_what_was_saved_while_text_grew(
 
 @pytest.mark.parametrize(("pages", "checkpoints", "drafts"), [(75, 4, False), (200, 2, True)])
 def test_text_is_the_same_with_checkpoints_in_the_hosts_memory(
-    told: Told, pages: int, checkpoints: int, drafts: bool
+    told: PlanMessage, pages: int, checkpoints: int, drafts: bool
 ) -> None:
     """Checkpoints in host memory change neither text nor cache hits.
 
@@ -161,7 +161,7 @@ def test_text_is_the_same_with_checkpoints_in_the_hosts_memory(
     assert found[0] == found[1]
 
 
-def test_once_a_fork_is_known_a_prompt_computes_its_last_page(told: Told) -> None:
+def test_once_a_fork_is_known_a_prompt_computes_its_last_page(told: PlanMessage) -> None:
     config, prompts, expected = told
     engine = WholeEngine(config, page_tokens=4, checkpoints=8)
     for turn in range(3):

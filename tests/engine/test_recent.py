@@ -24,7 +24,7 @@ def steps_of(engine: PaperEngine) -> list[Step]:
 
 def run(engine: PaperEngine) -> list[Step]:
     while not engine.loop.idle:
-        engine.loop.tell()
+        engine.loop.publish_events()
         engine.loop.step()
     return steps_of(engine)
 

@@ -104,7 +104,7 @@ class Call(NamedTuple):
             return (parts_ITD,)
         if self.operation == "tokens":
             brought = [part.clone() for part in self.brought(size)]
-            for part, padding in zip(brought, (0, 0, exchange.NOBODY), strict=True):
+            for part, padding in zip(brought, (0, 0, exchange.NO_EXPERT), strict=True):
                 part[1::2, -1] = padding
             return exchange.gather_tokens_reference(*brought, self.T + 1)
         if self.operation == "own sums":
@@ -268,7 +268,7 @@ def test_calls_of_all_sizes_follow_each_other(ranks, hop_bytes) -> None:
 def test_tokens_and_their_sums_are_exchanged(ranks, dtype) -> None:
     """Ranks with different numbers of tokens, or with none, exchange tokens and sums.
 
-    The expert of padding tokens is NOBODY.
+    The expert of padding tokens is NO_EXPERT.
     """
     for T, D, slow in ((1, 64, -1), (7, 72, 1), (40, 130, 0)):
         ranks.check(

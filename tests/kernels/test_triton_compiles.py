@@ -126,11 +126,11 @@ def test_kernels_compile_for_hopper(name: str, is_fp8: bool) -> None:
 
 
 EXCHANGES = """
-from nanovllm_kernels.exchange import NOBODY, add_own_sums_kernel, gather_kernel
+from nanovllm_kernels.exchange import NO_EXPERT, add_own_sums_kernel, gather_kernel
 common = dict(SIZE=2, PROGRAMS=64, WAITS=True)
 peers = dict(addresses_I="*i64", calls_X="*i32")
 words = dict.fromkeys(gather_kernel.arg_names[:6], "*i32")
-compiled(gather_kernel, peers | words, WIDTH=1024, K=8, FILL=NOBODY, BLOCK=512, **common)
+compiled(gather_kernel, peers | words, WIDTH=1024, K=8, FILL=NO_EXPERT, BLOCK=512, **common)
 for bits, like in (("*i16", "*bf16"), ("*i32", "*fp32")):
     types = peers | dict(bits_ITD=bits, stream_TD=like)
     compiled(add_own_sums_kernel, types, 8, BLOCK=2048, **common)

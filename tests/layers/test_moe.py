@@ -16,7 +16,7 @@ from torch import Tensor
 from nanovllm.config import Kernels, load_config
 from nanovllm.layers.describe import products
 from nanovllm.layers.expert_products import TORCH
-from nanovllm.layers.moe import ExpertMLPs, MoE, read_by
+from nanovllm.layers.moe import ExpertMLPs, MoE, weight_traffic
 from nanovllm.layers.ops import Ops, select_ops
 from nanovllm.layers.residual import Added, Pending, Residual
 from nanovllm.parallel.mesh import Mesh, Span
@@ -153,8 +153,8 @@ def chosen_in(folder: Path, counts: list[tuple[int, int]]) -> list[Tensor]:
     """Return the chosen experts of each layer and step."""
     found: list[Tensor] = []
 
-    def route(*args: object) -> tuple[Tensor, Tensor]:
-        chosen = route_reference.route(*args)  # type: ignore[arg-type]
+    def route(*args: object, **named: object) -> tuple[Tensor, Tensor]:
+        chosen = route_reference.route(*args, **named)  # type: ignore[arg-type]
         found.append(chosen[1])
         return chosen
 
@@ -207,9 +207,9 @@ def test_elements_of_a_token(fuses_gate: bool) -> None:
 def test_a_step_reads_the_experts_that_are_chosen() -> None:
     block = moe()
     expert, others = 3 * F * D, D + E * D
-    assert read_by(block, 1) == (4 * (others + K * expert), others + K * expert)
-    num_bytes, used = read_by(block, 3)
+    assert weight_traffic(block, 1) == (4 * (others + K * expert), others + K * expert)
+    num_bytes, used = weight_traffic(block, 3)
     share = 1 - (1 - K / E) ** 3  # average share of experts that three tokens choose
     assert num_bytes == pytest.approx(4 * (others + share * E * expert))
     assert used == others + K * expert
-    assert read_by(block, 10_000)[0] == pytest.approx(4 * (others + E * expert))
+    assert weight_traffic(block, 10_000)[0] == pytest.approx(4 * (others + E * expert))

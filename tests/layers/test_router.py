@@ -196,7 +196,7 @@ def test_parts_are_made_once_weights_are_loaded() -> None:
     for weight, count in ((weight_ED, MOST_PARTS), (weight_ED.bfloat16(), 1)):
         made.weight.data.copy_(weight)
         made.parts_IED = torch.full((MOST_PARTS, E, D), torch.nan, dtype=torch.bfloat16)
-        made.finish()
+        made.after_load()
         assert len(made.parts_IED) == count and {*made.state_dict()} == {"weight"}
         found = by_parts(x_TD, made.parts_IED, float_sums)
         torch.testing.assert_close(found, made.product(x_TD), rtol=0, atol=1e-5)
@@ -204,5 +204,5 @@ def test_parts_are_made_once_weights_are_loaded() -> None:
     made.product(x_TD)
     assert made.parts_IED is kept
     for others in (router(None), router(torch.float32, torch.float32)):
-        others.finish()
+        others.after_load()
         assert not dict(others.named_buffers())

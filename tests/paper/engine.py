@@ -63,7 +63,7 @@ class PaperEngine:
         max_queue: int = 1000,
         ageing: float = 3.0,
         overtake: int = 64,
-        least_spared: int = 6,
+        min_saved_tokens: int = 6,
         unlucky: int = 0,
         glitches: frozenset[int] = frozenset(),
         wrong_every: int = 3,
@@ -82,7 +82,7 @@ class PaperEngine:
             max_queue=max_queue,
             ageing_s=ageing,
             overtake_steps=overtake,
-            least_spared=least_spared,
+            min_saved_tokens=min_saved_tokens,
         )
         self.gpu = PaperGPU(
             num_slots, num_pages, page, checkpoints, unlucky, glitches, drafts, wrong_every
@@ -131,7 +131,7 @@ class PaperEngine:
         if isinstance(message, Generate) and message.sampling.logprobs >= 0:
             self.num_prompt[message.request_id] = len(message.prompt) // 4
         self.loop.handle(message)
-        self.loop.tell()
+        self.loop.publish_events()
 
     def vet(self, request: Generate) -> None:
         """Accept all requests."""

@@ -152,7 +152,7 @@ def test_pages_become_free_while_a_preempted_request_has_tokens_in_flight(num_ne
 
 
 def test_pages_are_found_only_after_the_plan_that_writes_them() -> None:
-    engine = PaperEngine(num_pages=20, num_slots=2, budget=40, least_spared=1000)
+    engine = PaperEngine(num_pages=20, num_slots=2, budget=40, min_saved_tokens=1000)
     for i in range(2):
         engine.say(generate(i, [1] * 14, 3))
     engine.finish_all()
@@ -161,7 +161,7 @@ def test_pages_are_found_only_after_the_plan_that_writes_them() -> None:
 
 
 def test_a_checkpoint_is_found_only_after_the_plan_that_writes_it() -> None:
-    sizes = {"num_pages": 40, "num_slots": 2, "budget": 40, "least_spared": 1000}
+    sizes = {"num_pages": 40, "num_slots": 2, "budget": 40, "min_saved_tokens": 1000}
     engine = PaperEngine(checkpoints=1, **sizes)
     for i, token in enumerate([1, 2]):  # the second takes the checkpoint; the first's pages stay
         engine.say(generate(i, [token] * 9, 1))

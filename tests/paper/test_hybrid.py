@@ -174,7 +174,7 @@ def test_a_fork_within_a_step_is_waited_for_and_nothing_else_is() -> None:
 
 
 def test_equal_prompts_of_one_step_save_one_state() -> None:
-    engine = PaperEngine(least_spared=1000, **ROOMY)
+    engine = PaperEngine(min_saved_tokens=1000, **ROOMY)
     for i in range(3):
         engine.say(generate(i, STEM[:14], 5))
     engine.finish_all()
@@ -197,7 +197,7 @@ def test_no_chunk_is_cut_for_who_would_be_spared_less_than_half(num_own, first) 
 
 
 def test_a_state_that_is_saved_is_news_to_who_had_no_pages_without_it() -> None:
-    engine = PaperEngine(least_spared=1000, **ROOMY | {"num_pages": 21, "budget": 12})
+    engine = PaperEngine(min_saved_tokens=1000, **ROOMY | {"num_pages": 21, "budget": 12})
     engine.say(generate(0, [*STEM, *[1] * 5], 40))
     for _ in range(2):
         engine.step()

@@ -33,7 +33,7 @@ def sizes_of_engines(rng: Random) -> dict[str, Any]:
         every=rng.choice([4, 8, 1000]),
         prefix=rng.choice([True, True, False]),
         overtake=rng.choice([0, 1, 64]),
-        least_spared=rng.choice([1, 4, 1000]),
+        min_saved_tokens=rng.choice([1, 4, 1000]),
         unlucky=rng.choice([0, 0, 15]),
         glitches=frozenset(rng.randint(1, 30) for _ in range(rng.choice([0, 0, 0, 1, 2, 3]))),
     )

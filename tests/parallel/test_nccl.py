@@ -90,7 +90,7 @@ def test_lanes_exchange_many_tokens_by_nccl() -> None:
     mesh, experts_TK = lane(1023), torch.zeros(3, 2, dtype=torch.int32)
     found = mesh.gather_tokens(torch.ones(3, 64), torch.ones(3, 2), experts_TK, 5)
     assert [part.shape for part in found] == [(10, 64), (10, 2), (10, 2)]
-    assert found[2].view(2, 5, 2)[:, 3:].eq(exchange.NOBODY).all() and found[2][5].eq(0).all()
+    assert found[2].view(2, 5, 2)[:, 3:].eq(exchange.NO_EXPERT).all() and found[2][5].eq(0).all()
     stream_TD = torch.ones(3, 64)
     mesh.add_own_sums(torch.ones(2, 5, 64), stream_TD)
     assert stream_TD.unique().tolist() == [3.0]

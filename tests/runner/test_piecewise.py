@@ -130,9 +130,9 @@ def test_results_of_attention_have_one_buffer_for_all_layers_and_sizes(runner: R
 
 
 def test_the_runner_says_why_a_step_with_a_chunk_is_eager(runner: Runner) -> None:
-    assert runner.why_eager(padding_rows(runner, 1, 48)) is None
+    assert runner.eager_reason(padding_rows(runner, 1, 48)) is None
     too_long = "49 tokens are more than the largest graph's 48"
-    assert runner.why_eager(padding_rows(runner, 1, 49)) == too_long
+    assert runner.eager_reason(padding_rows(runner, 1, 49)) == too_long
     with torch.inference_mode():
         assert runner._run(padding_rows(runner, 1, 49))[1] == "NONE"
 

@@ -23,7 +23,7 @@ from nanovllm_kernels.skinny_linear import compile_product
 from nanovllm.config import load_config
 from nanovllm.layers.fp8 import BlockFp8
 from nanovllm.runner import precompile
-from nanovllm.runner.precompile import compiled_beside, jobs_of
+from nanovllm.runner.precompile import compile_in_background, jobs_of
 from nanovllm.runner.resolved import Resolved, resolved
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by flash-attn-4
@@ -170,7 +170,7 @@ def test_they_are_on_disk_when_the_weights_are_loaded(
     monkeypatch.setattr(precompile, "LEAST_CORES", 1)
     jobs = [compile_decode.job(2, 64, 16, 0), compile_gated.job("float16", True)]
     wrong = compile_decode.job(2, 64, 17, 0)  # pages have at least 16 tokens, and a power of two
-    with caplog.at_level("INFO"), compiled_beside([*jobs, wrong]):
+    with caplog.at_level("INFO"), compile_in_background([*jobs, wrong]):
         assert not any(job.path.exists() for job in jobs)
     assert [job.path.exists() for job in (*jobs, wrong)] == [True, True, False]
     assert "compiling in the background: 3 kernels" in caplog.text
@@ -181,7 +181,7 @@ def test_they_are_on_disk_when_the_weights_are_loaded(
         raise AssertionError(f"{job} is on disk")
 
     monkeypatch.setattr(precompile, "start", started)
-    with compiled_beside(jobs):
+    with compile_in_background(jobs):
         pass
 
 
@@ -190,7 +190,9 @@ def test_few_cores_compile_where_a_kernel_is_used(
 ) -> None:
     monkeypatch.setattr(precompile, "LEAST_CORES", 1 << 20)
     monkeypatch.setattr(precompile, "start", lambda job: pytest.fail(f"started {job}"))
-    with compiled_beside([compile_decode.job(2, 64, 16, 0), compile_decode.job(4, 64, 16, 0)]):
+    with compile_in_background(
+        [compile_decode.job(2, 64, 16, 0), compile_decode.job(4, 64, 16, 0)]
+    ):
         pass
 
 
@@ -199,7 +201,7 @@ def test_an_error_meanwhile_stops_them(folder: Path, monkeypatch: pytest.MonkeyP
     started, start = [], precompile.start
     monkeypatch.setattr(precompile, "start", lambda job: started.append(start(job)) or started[-1])
     jobs = [compile_decode.job(n, 128, 64, 0) for n in (2, 4)]
-    with pytest.raises(ValueError, match="no such weight"), compiled_beside(jobs):
+    with pytest.raises(ValueError, match="no such weight"), compile_in_background(jobs):
         raise ValueError("no such weight")
     assert [process.wait(10) for process in started] == [-9, -9]
     assert not any(job.path.exists() for job in jobs)
