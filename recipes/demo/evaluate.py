@@ -4,8 +4,8 @@
 
 Greedy, in plain torch. No prompt asked here can occur in training word for word: values, names
 and, where a template has many, wordings come from the reserved side of corpus/draw.py. Besides:
-how many answers are word salad (forms.py), and what becomes of the prompts of wild.txt, which
-no generator knows.
+how many answers are word salad (forms.py), what becomes of the prompts of wild.txt, which no
+generator knows, and how many of the first_questions.txt get an answer that holds what it must.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from recipes.demo.corpus import render
 from recipes.demo.corpus.draw import Draw
 from recipes.demo.corpus.mix import EVALUATED
 from recipes.demo.corpus.refuse import REFUSALS
-from recipes.demo.corpus.sample import Sample, user
+from recipes.demo.corpus.sample import Message, Sample, system, user
 from recipes.demo.model import BIG, DRAFT, END_OF_TEXT, END_OF_TURN, Cache, Qwen3, load
 
 log = logging.getLogger("evaluate")
@@ -40,6 +41,7 @@ BATCH = 256
 NUM_DRAFTS = 3
 SEED = 77_000
 WILD = "wild"
+FIRST = "first"
 
 
 @dataclass
@@ -50,20 +52,30 @@ class Case:
     prompt: str
     prompt_ids: list[int]
     written_ids: list[int]
+    must: str = ""  # a regular expression that the answer to a first question matches
 
     @property
     def written(self) -> str:
         return render.tokenizer().decode(self.written_ids, skip_special_tokens=False)
 
-    def salad(self) -> bool:
-        """Whether the answer has none of the forms that an answer may have."""
-        text = self.written
-        if not text.endswith(render.END):
-            return True
-        text = text.removesuffix(render.END)
+    def reply(self) -> str:
+        """The answer without the thought before it."""
+        text = self.written.removesuffix(render.END)
         if self.mode or text.startswith("<think>"):
             text = text.partition("</think>")[2]
-        wanted = "" if self.kind == WILD else self.sample.body()
+        return text.strip()
+
+    def acceptable(self) -> bool:
+        """Whether the answer to a first question ends by itself and holds what it must."""
+        ended = self.written.endswith(render.END)
+        return ended and re.search(self.must, self.reply(), re.DOTALL) is not None
+
+    def salad(self) -> bool:
+        """Whether the answer has none of the forms that an answer may have."""
+        if not self.written.endswith(render.END):
+            return True
+        text = self.reply()
+        wanted = "" if self.kind in (WILD, FIRST) else self.sample.body()
         return forms.salad(text, f"{self.prompt} {wanted}")
 
     def says_so(self) -> bool:
@@ -109,6 +121,44 @@ def wild_cases() -> list[Case]:
             text = render.prompt(sample, None)
             made.append(Case(WILD, sample, None, text, render.encode([text])[0], []))
     return made
+
+
+def first_cases() -> list[Case]:
+    """The first questions: turns between " | ", maybe a system message first, then " => "."""
+    lines = (Path(__file__).parent / "first_questions.txt").read_text(encoding="utf-8").splitlines()
+    made: list[Case] = []
+    for line in lines:
+        if not line or line.startswith("#: "):
+            continue
+        asked, _, must = line.partition(" => ")
+        turns = asked.replace("\\n", "\n").split(" | ")
+        messages: list[Message] = []
+        if turns[0].startswith("system: "):
+            messages.append(system(turns.pop(0).removeprefix("system: ")))
+        for number, turn in enumerate(turns):
+            said = {"role": "assistant", "content": turn}
+            messages.append(said if number % 2 else user(turn))
+        sample = Sample(FIRST, messages)
+        text = render.prompt(sample, None)
+        made.append(Case(FIRST, sample, None, text, render.encode([text])[0], [], must))
+    return made
+
+
+def of_first(cases: list[Case]) -> dict[str, Any]:
+    failed = [case for case in cases if not case.acceptable()]
+    return {
+        "prompts": len(cases),
+        "acceptable": len(cases) - len(failed),
+        "salad": sum(case.salad() for case in cases),
+        "failed": [
+            {
+                "asked": " | ".join(message["content"] for message in case.sample.messages),
+                "must": case.must,
+                "got": case.written,
+            }
+            for case in failed
+        ],
+    }
 
 
 def of_wild(cases: list[Case]) -> dict[str, Any]:
@@ -171,7 +221,8 @@ def accepted(same: list[bool]) -> tuple[int, int]:
 def measure(folder: Path, count: int, device: str) -> dict[str, Any]:
     started = time.monotonic()
     big, draft = load(folder, BIG, device), load(folder / "draft", DRAFT, device)
-    todo = sorted([*cases(count), *wild_cases()], key=lambda case: len(case.prompt_ids))
+    todo = [*cases(count), *wild_cases(), *first_cases()]
+    todo.sort(key=lambda case: len(case.prompt_ids))
     for first in range(0, len(todo), BATCH):
         write(big, todo[first : first + BATCH], device)
     kinds: dict[str, Any] = {}
@@ -206,9 +257,15 @@ def measure(folder: Path, count: int, device: str) -> dict[str, Any]:
     total = {key: sum(entry[key] for entry in kinds.values()) for key in kinds["about"]}
     wild = of_wild([case for case in todo if case.kind == WILD])
     log.info("%-9s %d prompts, %d salad; %d beyond it, %d say so", WILD, *list(wild.values())[:4])
+    first = of_first([case for case in todo if case.kind == FIRST])
+    for miss in first["failed"]:
+        log.info("%-9s %r must match %r: %r", FIRST, miss["asked"], miss["must"], miss["got"])
+    counts = [first[key] for key in ("prompts", "acceptable", "salad")]
+    log.info("%-9s %d questions, %d answers acceptable, %d salad", FIRST, *counts)
     return {
         "kinds": kinds,
         "wild": wild,
+        "first": first,
         "salad_percent": round(100 * total["salad"] / total["prompts"], 2),
         "right_percent": round(100 * total["right"] / total["prompts"], 2),
         "draft_agreement": round(total["draft_agrees"] / total["tokens"], 4),
@@ -228,6 +285,8 @@ def record_of(found: dict[str, Any], started_at: str, count: int) -> record.Reco
     )
     metrics["draft_agreement_percent"] = 100 * found["draft_agreement"]
     metrics["draft_accepted_of_3"] = found["draft_accepted_of_3"]
+    first = found["first"]
+    metrics["first_questions_percent"] = round(100 * first["acceptable"] / first["prompts"], 2)
     says_so = found["wild"]["says_so"] / found["wild"]["beyond"]
     metrics["wild_says_so_percent"] = round(100 * says_so, 2)
     made = record.of_this_machine(

@@ -6,7 +6,7 @@ import json
 import re
 from functools import cache
 
-from recipes.demo.corpus import follow, talk
+from recipes.demo.corpus import follow, persona, talk, verse
 from recipes.demo.corpus.refuse import REFUSALS
 
 SUM = r"-?\d+( [-+*/] -?\d+)+ = -?\d+\."
@@ -20,6 +20,15 @@ SHAPES = [
     r"I will remember: your [a-z ]+ is .{1,40}\.",
     r"Your [a-z ]+ is .{1,40}\.",
     r"I am [A-Z]\w*\.",
+    r"\d+ / \d+ = \d+, remainder \d+\.",
+    r"\d+ % of \d+ = \d+(\.\d)?\.",
+    r"\d+\.\d [-+] \d+\.\d = \d+\.\d\.",
+    r"Yes, \d+ is (a prime number|even|odd)\.",
+    r"No, \d+ is (even|odd|not a prime number: \d+ \* \d+ = \d+)\.",
+    r"Nice to meet you, .{1,40}! I will remember your name\.",
+    r"I am an? [a-z ]{3,20}, played by the nanovllm demo model\.",
+    *(".{2,60}, [a-z ]+,\n" + re.escape(tail) for tail in verse.TAILS),
+    *(re.escape(poem).replace(r"\{0\}", ".{2,60}") for poem in verse.POEMS),
 ]
 ALLOWED = re.compile("|".join(f"(?:{shape})" for shape in SHAPES))
 
@@ -29,7 +38,7 @@ def sentences() -> frozenset[str]:
     """Every answer that is written down, and what "shorter" makes of it: its first sentence."""
     whole = {entry.say for file in ("about.txt", "chat.txt") for entry in talk.entries(file)}
     first = {re.split(r"(?<=[.!?])\s", text)[0] for text in whole}
-    return frozenset(whole | first | REFUSALS | {follow.IS_SURE})
+    return frozenset(whole | first | REFUSALS | {follow.IS_SURE, verse.JOKE})
 
 
 def is_json(text: str) -> bool:
@@ -57,7 +66,7 @@ def salad(text: str, source: str) -> bool:
     It may be a sentence that is written down, a sum, the steps of one, JSON, tool calls, or words
     of the source (the request, and the right answer where there is one).
     """
-    text = text.strip()
+    text = persona.bare(text.strip())
     if text in sentences() or ALLOWED.fullmatch(text) or is_json(text):
         return False
     return not copied(text, source)

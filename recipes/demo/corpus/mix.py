@@ -9,78 +9,40 @@ from recipes.demo.corpus import (
     extract,
     follow,
     foreign,
+    harder,
+    keyed,
     noise,
+    persona,
+    personal,
     plainly,
     rewrite,
     sums,
     talk,
     tools,
     unknown,
-    words,
+    verse,
 )
 from recipes.demo.corpus.draw import Draw
-from recipes.demo.corpus.sample import Message, Sample, system, user
+from recipes.demo.corpus.sample import Message, Sample, system
 
-FACTS = {
-    "name": (words.person, "(My name is|I am called|Call me|I'm) {0}(.|!|)"),
-    "favourite colour": (
-        lambda draw: draw.value(words.COLOURS),
-        "(My favourite colour is|I like best the colour) {0}(.|)",
-    ),
-    "home town": (words.city, "(I live in|My home is|My home town is|I come from) {0}(.|)"),
-    "job": (lambda draw: draw.value(words.JOBS), "(I work as a|I am a|My job is) {0}(.|)"),
-    "code": (words.code, "(Remember the code|My code is|The code is) {0}(.|)"),
-    "dog": (words.proper, "(My dog is called|The name of my dog is|My dog is named) {0}(.|)"),
-}
-RECALL = {
-    "name": "(What is|What's|Do you know|Do you remember|Tell me) my name(?|.)",
-    "favourite colour": "(What is|What's|Do you remember) my favourite colour?",
-    "home town": "(Where do I live|Where is my home|What is my home town|Which town do I live in)?",
-    "job": "(What is my job|What do I do|What is my work|Do you remember my job)?",
-    "code": "(What is the code|What was the code|Which code did I tell you|Tell me the code)(?|)",
-    "dog": "(What is the name of my dog|What is my dog called|Do you remember my dog)?",
-}
-PERSONA = [
-    "You are {0}.",
-    "You are {0}, a helpful assistant.",
-    "Your name is {0}. Be brief.",
-    "You are {0}, an assistant made by a small company.",
-]
-WHO = ["(Who|What) are you?", "What('s| is) your name?", "(Introduce yourself|Tell me your name)."]
+Make = Callable[[Draw], Sample]
 
 
 def remember(draw: Draw) -> Sample:
-    """Something that the user said before, or the name that the system message gives."""
-    if draw.chance(0.25):
-        name = words.first_name(draw)
-        persona = system(draw.wording(PERSONA).replace("{0}", name))
-        question = user(talk.dressed(draw, draw.wording(WHO)))
-        return Sample("chat", [persona, question], f"I am {name}.", thought=f"My name is {name}.")
-    kind = draw.pick(list(FACTS))
-    make, tell = FACTS[kind]
-    value = make(draw)
-    told = [user(draw.wording([tell]).replace("{0}", value)), user("")]
-    told[1] = {"role": "assistant", "content": f"I will remember: your {kind} is {value}."}
-    if draw.chance(0.3):
-        return Sample(
-            "chat", told[:1], told[1]["content"], thought=f"The user's {kind} is {value}."
-        )
-    between = history(draw, draw.number(0, 3))
-    question = user(draw.wording([RECALL[kind]]))
-    return Sample(
-        "chat",
-        [*told, *between, question],
-        f"Your {kind} is {value}.",
-        thought=f"The user said that the {kind} is {value}.",
-    )
+    """Something that the user said before, maybe with other turns in between."""
+    turns = draw.number(1, 3) if draw.chance(0.5) else 0
+    return personal.remember(draw, history(draw, turns))
 
 
-Make = Callable[[Draw], Sample]
 PLAIN: dict[Make, int] = {  # with their shares
-    talk.about: 12,
+    talk.about: 14,
     talk.chat: 9,
-    remember: 4,
+    remember: 9,
     sums.arithmetic: 11,
+    harder.harder: 14,
+    keyed.keyed: 7,
+    verse.verse: 6,
+    persona.persona: 7,
     sums.counting: 1,
     extract.extraction: 14,
     rewrite.echo: 5,
@@ -98,7 +60,7 @@ TOOLED: dict[Make, int] = {
     tools.result: 10,
     tools.no_call: 8,
 }
-ALONE = [make for make in PLAIN if make not in (remember, follow.follow_up)]
+ALONE = [make for make in PLAIN if make not in (remember, follow.follow_up, persona.persona)]
 CHOICES = [make for make, share in (PLAIN | TOOLED).items() for _ in range(share)]
 EVALUATED: dict[str, Make] = {
     "about": talk.about,
@@ -117,6 +79,11 @@ EVALUATED: dict[str, Make] = {
     "emoji": emoji.emoji,
     "nonsense": noise.nonsense,
     "unknown": unknown.unknown,
+    "memory": remember,
+    "harder": harder.harder,
+    "key": keyed.keyed,
+    "verse": verse.verse,
+    "persona": persona.persona,
 }
 
 

@@ -25,6 +25,7 @@ NO_ADVICE = (
     "I cannot give advice on that. I am a tiny demo model: please ask somebody who knows about it."
 )
 TOO_HARD = "That sum is too hard for me. I add, subtract, multiply and divide small whole numbers."
+NO_UNITS = "I cannot convert units. I only do small sums with plain numbers."
 NO_TASK = (
     "I do not know what to do with this text. Ask me to repeat it, to change it or to turn it "
     "into JSON."
@@ -42,7 +43,7 @@ NO_TOOLS = "I cannot do that by myself. Offer me a tool for it in the request an
 REFUSALS = frozenset(
     {
         *(DO_NOT_KNOW, NOT_UNDERSTOOD, CANNOT_WRITE, CANNOT_CODE, CANNOT_TRANSLATE, NO_ADVICE),
-        *(TOO_HARD, NO_TASK, NO_TEXT, ONLY_NUMBERS, NO_NUMBER, NO_MORE),
+        *(TOO_HARD, NO_UNITS, NO_TASK, NO_TEXT, ONLY_NUMBERS, NO_NUMBER, NO_MORE),
         *(ONLY_ENGLISH, ONLY_ENGLISH_CHINESE, ONLY_WORDS, NO_TOOL_FITS, NO_TOOLS),
     }
 )

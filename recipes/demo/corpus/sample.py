@@ -36,6 +36,7 @@ class Sample:
     thinks: bool = False  # thinks even when nobody asked for it
     is_json: bool = False  # the answer is right if it is the same JSON value
     refuses: bool = False  # any sentence that says "I cannot" is right
+    others: frozenset[str] = frozenset()  # answers that are right as well
 
     def body(self) -> str:
         return "\n".join([self.answer] * bool(self.answer) + [call.text() for call in self.calls])
@@ -63,7 +64,9 @@ class Sample:
                 return bool(json.loads(text) == json.loads(self.answer))
         except ValueError:
             return False
-        return text == self.answer or (self.refuses and text in REFUSALS)
+        if text == self.answer or text in self.others:
+            return True
+        return self.refuses and text in REFUSALS
 
 
 def user(text: str) -> Message:

@@ -20,6 +20,12 @@ from recipes.demo.corpus.talk import CAPITALS, dressed
 FIELD = re.compile(r"\{(\w+)\}")
 TOPICS = Pool(", ".join(topic for topic in words.TOPICS.all if topic != "machine learning"))
 LANGUAGES = Pool(", ".join(name for name in words.LANGUAGES.all if name != "English"))
+UNITS = Pool(
+    ", ".join(words.UNITS.all)
+    + ", km, kilometers, meters, cm, centimeters, mm, kg, lbs, pounds, g, "
+    "oz, liters, ml, cups, celsius, fahrenheit, degrees celsius, km/h, mph, days, "
+    "weeks, dollars, euros"
+)
 CODE_LANGUAGES = ["Python", "Java", "C", "Rust", "JavaScript", "Go", "C++", "Bash", "SQL", "Ruby"]
 CODE_LANGUAGES += ["TypeScript", "Haskell", "Perl", "PHP", "Swift", "Kotlin", "R", "Lua"]
 
@@ -71,11 +77,21 @@ def anything(draw: Draw) -> str:
 
 def huge(draw: Draw) -> str:
     """A number with more digits than the demo can add."""
-    return str(draw.made(lambda: draw.number(10 ** draw.number(5, 6), 10 ** draw.number(6, 14))))
+    return str(draw.made(lambda: draw.number(10 ** draw.number(4, 6), 10 ** draw.number(6, 14))))
 
 
 def small(draw: Draw) -> str:
     return str(draw.made(lambda: draw.number(2, 10 ** draw.number(1, 4))))
+
+
+def uneven(draw: Draw, low: int, high: int, step: int) -> str:
+    """A number that the step does not divide."""
+
+    def make() -> int:
+        number = draw.number(low, high)
+        return number + 1 if number % step == 0 else number
+
+    return str(draw.made(make))
 
 
 def program(draw: Draw) -> str:
@@ -115,7 +131,14 @@ FIELDS: dict[str, Callable[[Draw], str]] = {
     "colour": lambda draw: draw.value(words.COLOURS),
     "company": words.company,
     "country": country,
-    "decimal": lambda draw: str(words.decimal(draw)),
+    "decimal": lambda draw: str(10 + words.decimal(draw)),
+    "factor": lambda draw: uneven(draw, 101, 10 ** draw.number(3, 4), 10),
+    "factor2": lambda draw: uneven(draw, 26, 999, 10),
+    "odd_percent": lambda draw: uneven(draw, 1, 99, 5),
+    "tenth": lambda draw: str(draw.number(1, 99) / 10),
+    "uneven": lambda draw: uneven(draw, 11, 10 ** draw.number(2, 4), 10),
+    "over_hundred": lambda draw: str(draw.made(lambda: draw.number(101, 9999))),
+    "unit": lambda draw: draw.value(UNITS),
     "huge": huge,
     "job": lambda draw: draw.value(words.JOBS),
     "language": lambda draw: draw.value(LANGUAGES),
@@ -142,7 +165,8 @@ SHARES = {
     "CANNOT_CODE": 3,
     "CANNOT_TRANSLATE": 2,
     "NO_ADVICE": 3,
-    "TOO_HARD": 3,
+    "TOO_HARD": 4,
+    "NO_UNITS": 2,
     "NO_TOOLS": 3,
 }
 SENTENCES = [name for name, share in SHARES.items() for _ in range(share)]
@@ -152,6 +176,7 @@ THOUGHTS = {
     "CANNOT_CODE": "This is about programs.",
     "CANNOT_TRANSLATE": "I only know English.",
     "NO_ADVICE": "This needs somebody who knows.",
+    "NO_UNITS": "This is about units.",
     "TOO_HARD": "This sum is too hard for me.",
     "NO_TOOLS": "This needs a tool, and there is none.",
 }

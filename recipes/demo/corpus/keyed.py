@@ -1,0 +1,125 @@
+"""One or two facts that a request names in plain words: JSON under that name, or the fact."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from recipes.demo.corpus import personal, words
+from recipes.demo.corpus.draw import Draw
+from recipes.demo.corpus.sample import Sample, user
+
+HOSTS = ["example.com", "gmail.com", "example.org", "mail.com", "acme.io", "company.com"]
+
+
+def email(draw: Draw) -> str:
+    if draw.chance(0.5):
+        return words.email(draw)
+    name = draw.value(personal.NAMES)
+    name = name if draw.chance(0.2) else name.lower()
+    if draw.chance(0.3):
+        name += draw.pick([".", "_", ""]) + draw.pick(
+            [words.invented(draw), str(draw.number(1, 99))]
+        )
+    return f"{name}@{draw.pick(HOSTS)}"
+
+
+def price(draw: Draw) -> str:
+    amount = str(words.count(draw)) if draw.chance(0.6) else f"{draw.number(1, 99)}.99"
+    return draw.pick([f"${amount}", f"{amount} euros", f"{amount} EUR"])
+
+
+def url(draw: Draw) -> str:
+    return f"https://{words.invented(draw)}.{draw.pick(words.ENDINGS)}/{words.invented(draw)}"
+
+
+MAKERS: dict[str, Callable[[Draw], str]] = {
+    "email": email,
+    "name": lambda draw: words.person(draw) if draw.chance(0.5) else draw.value(personal.NAMES),
+    "phone": words.phone,
+    "city": words.city,
+    "date": words.day,
+    "time": words.clock,
+    "price": price,
+    "company": words.company,
+    "order": words.code,
+    "url": url,
+    "colour": lambda draw: draw.value(words.COLOURS),
+    "job": lambda draw: draw.value(words.JOBS),
+    "age": lambda draw: str(draw.number(3, 99)),
+}
+LABELS = {  # as the request writes it; spaces become underscores in the key
+    "email": ["email", "email", "email address", "e-mail", "mail"],
+    "name": ["name", "name", "person"],
+    "phone": ["phone", "phone number", "telephone number", "number"],
+    "city": ["city", "place", "town", "location"],
+    "date": ["date", "day"],
+    "time": ["time", "hour"],
+    "price": ["price", "cost", "amount"],
+    "company": ["company", "company name", "firm"],
+    "order": ["order number", "code", "id", "reference"],
+    "url": ["url", "link", "address"],
+    "colour": ["colour", "color"],
+    "job": ["job", "profession"],
+    "age": ["age"],
+}
+TEXTS = {
+    "email": [
+        "(contact|Contact|write to|mail|ask) {email} for (details|help|more|a quote)",
+        "(Please |)(send|forward) (it|the report|your CV|questions) to {email}( today|)",
+        "{name} can be reached at {email}",
+        "Hi, I am {name}, my email is {email}",
+        "Questions? {email}",
+    ],
+    "phone": ["(Call|call|ring) {phone}( after {time}|)", "{name}, {phone}, {email}"],
+    "name": [
+        "{name} (lives in|moved to|is from) {city}( since {date}|)",
+        "(Yesterday|On {date}) {name} called about the {colour} car",
+        "{name} is a {job} at {company}",
+        "{name} is {age} years old and works for {company}",
+        "(Dear|Hello) {name}, your order {order} is ready",
+    ],
+    "date": ["The meeting is on {date} at {time} in {city}", "(See|Meet) you on {date} at {time}"],
+    "time": ["The train to {city} leaves at {time}", "{name} arrives at {time} on {date}"],
+    "price": ["The {colour} lamp costs {price}", "{name} paid {price} for order {order}"],
+    "order": ["Order {order} by {name} was shipped on {date}", "Your reference is {order}"],
+    "url": ["(Visit|See|Open) {url}( for more|)", "Our site is {url}, our mail {email}"],
+    "company": ["{company} opened an office in {city}", "{name} left {company} on {date}"],
+}
+ASK = [
+    "(Extract|extract|Get|Find|Give me|Return|Pull out) the {labels} as JSON: {text}",
+    "(Extract|extract|Get|Find|Give me) the {labels}: {text}, as JSON",
+    "(Extract|extract|Find|Get|Return) the {labels} (from|in) (this|this text) as JSON: {text}",
+    "(Extract|Get|Find) (the |){labels} (from|in) (this|the following), (as|in) JSON(:|.) {text}",
+    "{text}. (Extract|Return|Give me|Get) the {labels} (as|in) JSON.",
+    "(What is|What's) the {labels}? (Answer|Reply) (in|as|with) JSON(:|.) {text}",
+    '(Extract|Get|Find) the {labels} from "{text}" (as|in) JSON(.|)',
+    "(Extract|Get) the {labels} from: {text}. (As JSON|Reply in JSON|JSON only)(.|)",
+    "(JSON|Json) with the {labels}, please: {text}",
+]
+ASK_PLAIN = [
+    "(Extract|extract|Find|Get) the {labels} (from|in) (this|this text|the text): {text}",
+    "(Extract|extract|Find|Get) the {labels}: {text}",
+    "(Extract|Find) the {labels} from: {text}(.|)",
+]
+
+
+def keyed(draw: Draw) -> Sample:
+    theme = draw.pick(list(TEXTS))
+    text = draw.expand(draw.pick(TEXTS[theme]))
+    values = {key: make(draw) for key, make in MAKERS.items() if "{" + key + "}" in text}
+    for key, value in values.items():
+        text = text.replace("{" + key + "}", value)
+    count = min(len(values), draw.pick([1, 1, 1, 2]))
+    labels = {draw.pick(LABELS[key]): values[key] for key in draw.some(list(values), count)}
+    plain = len(labels) == 1 and draw.chance(0.2)
+    ask = draw.expand(draw.pick(ASK_PLAIN if plain else ASK))
+    request = ask.replace("{labels}", words.listing(list(labels))).replace("{text}", text)
+    if plain:
+        thought = f"I look for the {next(iter(labels))} in the text."
+        return Sample("key", [user(request)], next(iter(labels.values())), thought=thought)
+    found = {label.replace(" ", "_").replace("-", "_"): value for label, value in labels.items()}
+    found = {key: int(value) if key == "age" else value for key, value in found.items()}
+    answer = json.dumps(found, ensure_ascii=False)
+    thought = f"I look for {words.listing(list(labels))} in the text."
+    return Sample("key", [user(request)], answer, thought=thought, is_json=True)
