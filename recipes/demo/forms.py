@@ -25,6 +25,7 @@ SHAPES = [
     r"\d+\.\d [-+] \d+\.\d = \d+\.\d\.",
     r"Yes, \d+ is (a prime number|even|odd)\.",
     r"No, \d+ is (even|odd|not a prime number: \d+ \* \d+ = \d+)\.",
+    r"You have not told me your [a-z ]+ yet\.",
     r"Nice to meet you, .{1,40}! I will remember your name\.",
     r"I am an? [a-z ]{3,20}, played by the nanovllm demo model\.",
     *(".{2,60}, [a-z ]+,\n" + re.escape(tail) for tail in verse.TAILS),

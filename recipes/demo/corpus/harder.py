@@ -55,6 +55,23 @@ def longer(draw: Draw) -> Sample:
     return of_sum(draw, draw.made(make))
 
 
+def three_digits(draw: Draw) -> Sample:
+    """Three digits times one."""
+    problem = draw.made(lambda: Sum(draw.number(101, 999), "*", draw.number(2, 9)))
+    parts = [digit * 10**i for i, digit in enumerate(sums.digits(problem.a, 3))]
+    products = [part * problem.b for part in reversed(parts) if part]
+    steps = [f"{part} * {problem.b} = {part * problem.b}" for part in reversed(parts) if part]
+    total = products[0]
+    for product in products[1:]:
+        steps.append(f"{total} + {product} = {total + product}")
+        total += product
+    sides = [problem.a, problem.b] if draw.chance(0.8) else [problem.b, problem.a]
+    text = framed(draw, spoken(draw, "*", str(sides[0]), str(sides[1])))
+    expression = f"{sides[0]} * {sides[1]}"
+    thought = f"{expression}: {'; '.join(steps)}. So {total}."
+    return finished(text, thought, f"{expression} = {total}.")
+
+
 def remainder(draw: Draw) -> Sample:
     def make() -> Sum:
         if draw.chance(0.2):
@@ -166,7 +183,16 @@ def parity(draw: Draw) -> Sample:
 
 
 WORDS = ["even", "odd"]
-SHARES = {below_zero: 6, longer: 3, remainder: 7, percent: 4, tenths: 3, zeros: 3, prime: 2}
+SHARES = {
+    below_zero: 6,
+    longer: 3,
+    three_digits: 3,
+    remainder: 7,
+    percent: 4,
+    tenths: 3,
+    zeros: 3,
+    prime: 2,
+}
 CHOICES = [make for make, share in (SHARES | {parity: 1}).items() for _ in range(share)]
 
 

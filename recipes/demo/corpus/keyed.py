@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from recipes.demo.corpus import personal, words
+from recipes.demo.corpus import extract, personal, words
 from recipes.demo.corpus.draw import Draw
-from recipes.demo.corpus.sample import Sample, user
+from recipes.demo.corpus.sample import Json, Sample, user
 
 HOSTS = ["example.com", "gmail.com", "example.org", "mail.com", "acme.io", "company.com"]
 
@@ -104,22 +104,42 @@ ASK_PLAIN = [
 ]
 
 
-def keyed(draw: Draw) -> Sample:
+def read(key: str, value: str) -> Json:
+    return int(value) if key == "age" else value
+
+
+def themed(draw: Draw) -> tuple[str, dict[str, Json]]:
+    """A text of extract.py and one or two of its facts under their plainest names."""
+    text, values, _, names = extract.themed(draw)
+    count = min(len(values), draw.pick([1, 1, 2]))
+    chosen = draw.some(list(values), count)
+    text = text.rstrip(".")
+    return text, {names[key][0].replace("_", " "): values[key][1] for key in chosen}
+
+
+def own(draw: Draw) -> tuple[str, dict[str, Json]]:
+    """A text of this module and one or two of its facts."""
     theme = draw.pick(list(TEXTS))
     text = draw.expand(draw.pick(TEXTS[theme]))
     values = {key: make(draw) for key, make in MAKERS.items() if "{" + key + "}" in text}
     for key, value in values.items():
         text = text.replace("{" + key + "}", value)
     count = min(len(values), draw.pick([1, 1, 1, 2]))
-    labels = {draw.pick(LABELS[key]): values[key] for key in draw.some(list(values), count)}
-    plain = len(labels) == 1 and draw.chance(0.2)
+    return text, {
+        draw.pick(LABELS[key]): read(key, values[key]) for key in draw.some(list(values), count)
+    }
+
+
+def keyed(draw: Draw) -> Sample:
+    make = themed if draw.chance(0.35) else own
+    text, labels = make(draw)
+    plain = len(labels) == 1 and make is own and draw.chance(0.25)
     ask = draw.expand(draw.pick(ASK_PLAIN if plain else ASK))
     request = ask.replace("{labels}", words.listing(list(labels))).replace("{text}", text)
     if plain:
         thought = f"I look for the {next(iter(labels))} in the text."
-        return Sample("key", [user(request)], next(iter(labels.values())), thought=thought)
+        return Sample("key", [user(request)], str(next(iter(labels.values()))), thought=thought)
     found = {label.replace(" ", "_").replace("-", "_"): value for label, value in labels.items()}
-    found = {key: int(value) if key == "age" else value for key, value in found.items()}
     answer = json.dumps(found, ensure_ascii=False)
     thought = f"I look for {words.listing(list(labels))} in the text."
     return Sample("key", [user(request)], answer, thought=thought, is_json=True)

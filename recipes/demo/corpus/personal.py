@@ -16,7 +16,8 @@ TELL_NAME = [
     "(My name is|my name is|my name's|My name's|I am|I'm|i'm|i am|Call me|call me) {0}(.|!|)",
     "(I am called|My friends call me|They call me|You can call me|Please call me) {0}(.|!|)",
     "{0} is my name(.|!|)",
-    "(My name is|I'm|I am) {0}, (nice to meet you|what is yours|and you|remember that)(.|!|?)",
+    "(My name is|I'm|I am) {0}, (nice to meet you|remember that)(.|!|)",
+    "(My name is|I'm|I am) {0}, (what is yours|and you|who are you|how are you)(?|)",
     "(This is|It's|It is) {0}(.|) (Remember|Please remember) my name(.|)",
 ]
 HELLOS = [
@@ -48,6 +49,9 @@ REPLIES = [
     "I do not know that.",
     "Okay.",
 ]
+FOODS = Pool(
+    "pizza, pasta, sushi, curry, soup, salad, ramen, tacos, cheese, bread, rice, burgers, fish"
+)
 FACTS = {
     "favourite colour": (
         lambda draw: draw.value(words.COLOURS),
@@ -58,13 +62,21 @@ FACTS = {
     "code": (words.code, "(Remember the code|My code is|The code is) {0}(.|)"),
     "dog": (words.proper, "(My dog is called|The name of my dog is|My dog is named) {0}(.|)"),
     "cat": (words.proper, "(My cat is called|The name of my cat is|My cat is named) {0}(.|)"),
+    "favourite food": (
+        lambda draw: draw.value(FOODS),
+        "(My favourite food is|my favorite food is|I love to eat) {0}(.|!|)",
+    ),
+    "favourite animal": (
+        lambda draw: f"the {draw.value(words.ANIMALS)}",
+        "(My favourite animal is|My favorite animal is) {0}(.|)",
+    ),
     "age": (
         lambda draw: str(draw.number(5, 99)),
         "(I am|I'm|i am|i'm) {0} years old(.|)",
     ),
     "birthday": (
         lambda draw: f"{draw.pick(words.MONTHS)} {draw.number(1, 28)}",
-        "(My birthday is|My birthday is on|Remember that my birthday is) {0}(.|)",
+        "(My birthday is|My birthday is on|Remember my birthday, it is on) {0}(.|)",
     ),
 }
 RECALL = {
@@ -72,6 +84,8 @@ RECALL = {
     "home town": "(Where do I live|Where is my home|What is my home town|Which town do I live in)?",
     "job": "(What is my job|What do I do|What is my work|Do you remember my job)?",
     "code": "(What is the code|What was the code|Which code did I tell you|Tell me the code)(?|)",
+    "favourite food": "(What is|What's|Do you remember) my (favourite|favorite) food(?|)",
+    "favourite animal": "(What is|What's|Do you remember) my (favourite|favorite) animal(?|)",
     "dog": "(What is the name of my dog|What is my dog called|Do you remember my dog)?",
     "cat": "(What is the name of my cat|What is my cat called|Do you remember my cat)?",
     "age": "(How old am I|What is my age|what's my age|Do you remember my age)(?|)",
@@ -140,6 +154,10 @@ def remembered(draw: Draw, between: list[Message]) -> Sample:
     """Another fact, and the question about it."""
     kind = draw.pick(list(FACTS))
     make, tell = FACTS[kind]
+    if kind not in ("job", "code") and draw.chance(0.1):
+        answer = f"You have not told me your {kind} yet."
+        question = user(draw.wording([RECALL[kind]]))
+        return Sample("memory", [question], answer, thought=f"The {kind} was not told.")
     value = make(draw)
     text = draw.wording([tell]).replace("{0}", value)
     if draw.chance(0.2):

@@ -94,6 +94,13 @@ def uneven(draw: Draw, low: int, high: int, step: int) -> str:
     return str(draw.made(make))
 
 
+def mixed(draw: Draw) -> str:
+    """A sum of several signs or with brackets."""
+    a, b, c = (draw.number(2, 10 ** draw.number(1, 2)) for _ in range(3))
+    forms = [f"{a} + {b} * {c}", f"({a} + {b}) * {c}", f"{a} * {b} * {c}", f"{a} * {b} - {c}"]
+    return draw.made(lambda: draw.pick([*forms, f"({a} - {b}) / {c}", f"{a} / {b} + {c}"]))
+
+
 def program(draw: Draw) -> str:
     """A few lines of code."""
     a, b, c = (words.word(draw) for _ in range(3))
@@ -132,8 +139,12 @@ FIELDS: dict[str, Callable[[Draw], str]] = {
     "company": words.company,
     "country": country,
     "decimal": lambda draw: str(10 + words.decimal(draw)),
-    "factor": lambda draw: uneven(draw, 101, 10 ** draw.number(3, 4), 10),
-    "factor2": lambda draw: uneven(draw, 26, 999, 10),
+    "factor": lambda draw: uneven(draw, 26, 10 ** draw.number(2, 4), 10),
+    "factor2": lambda draw: uneven(draw, 13, 999, 10),
+    "factor3": lambda draw: uneven(draw, 26, 999, 10),
+    "large": lambda draw: uneven(draw, 1201, 99999, 10),
+    "digit": lambda draw: str(draw.number(2, 9)),
+    "mixed": mixed,
     "odd_percent": lambda draw: uneven(draw, 1, 99, 5),
     "tenth": lambda draw: str(draw.number(1, 99) / 10),
     "uneven": lambda draw: uneven(draw, 11, 10 ** draw.number(2, 4), 10),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recipes.demo.corpus import words
+from recipes.demo.corpus import talk, words
 from recipes.demo.corpus.draw import Draw, Pool
 from recipes.demo.corpus.sample import Sample, user
 
@@ -52,6 +52,9 @@ ASK_JOKE = [
     "(Tell|tell|Give) me a( good| funny|) joke about {0}(.|!|, please|)",
     "(Do you know|Can you tell me) a( good|) joke about {0}(?|)",
 ]
+ASK_STORY = [
+    "(Tell|tell|Write|Give) (me |)a( short| little| nice|) story about {0}(.|!|, please|)",
+]
 JOKE = (
     'I know only one joke. A token walks into a cache. "Have we met?" asks the cache. "Yes," says '
     'the token, "my prefix comes here all the time."'
@@ -92,6 +95,10 @@ def verse(draw: Draw) -> Sample:
     if draw.chance(0.08):
         text = draw.expand(draw.pick(ASK_JOKE)).replace("{0}", about)
         return Sample("verse", [user(text)], JOKE, thought="I know one joke.")
+    if draw.chance(0.06):
+        text = draw.expand(draw.pick(ASK_STORY)).replace("{0}", about)
+        story = next(entry.say for entry in talk.entries("chat.txt") if entry.name == "story")
+        return Sample("verse", [user(text)], story, thought="I know one story.")
     kind = draw.pick(["haiku", "haiku", "poem", "poem", "verse", "rhyme"])
     text = draw.expand(draw.pick(ASK)).replace("{kind}", kind).replace("{0}", about)
     if kind == "haiku":
