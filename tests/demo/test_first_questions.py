@@ -1,4 +1,4 @@
-"""What a visitor asks first: the kinds of samples for it, and how the first questions are judged."""
+"""The first questions of a visitor: the kinds of samples for them, and how they are judged."""
 
 import json
 import re

@@ -65,7 +65,7 @@ def packed(seed: int, rows: int, length: int) -> Rows:
     done: list[list[int]] = []
     filling: list[list[int]] = []
     while len(done) < rows:
-        samples = [document(draw) for _ in range(256)]
+        samples = [document(draw) for _ in range(64)]
         modes = [thinking(draw, sample) for sample in samples]
         pairs = list(zip(samples, modes, strict=True))
         asked = encode([prompt(*pair) for pair in pairs])
