@@ -2,10 +2,13 @@
 
     python -m recipes.demo.evaluate --model nanovllm/demo --out demo.json
 
-Greedy, in plain torch. No prompt asked here can occur in training word for word: values, names
-and, where a template has many, wordings come from the reserved side of corpus/draw.py. Besides:
-how many answers are word salad (forms.py), what becomes of the prompts of wild.txt, which no
-generator knows, and how many of the first_questions.txt get an answer that holds what it must.
+Decoding is greedy, in plain torch. No prompt occurs in training word for word: values and names
+come from the reserved side of corpus/draw.py. So do the wordings of templates that have enough of
+them.
+
+Three more results are counted. Word salad is any answer without a permitted form; forms.py lists
+the forms. The file wild.txt has prompts written by hand; those beyond the demo must be refused. The
+file first_questions.txt has questions, each with a pattern that an acceptable answer matches.
 """
 
 from __future__ import annotations
@@ -52,26 +55,26 @@ class Case:
     prompt: str
     prompt_ids: list[int]
     written_ids: list[int]
-    must: str = ""  # a regular expression that the answer to a first question matches
+    must: str = ""  # regular expression that the answer to a first question must match
 
     @property
     def written(self) -> str:
         return render.tokenizer().decode(self.written_ids, skip_special_tokens=False)
 
     def reply(self) -> str:
-        """The answer without the thought before it."""
+        """Return the answer without the thought before it."""
         text = self.written.removesuffix(render.END)
         if self.mode or text.startswith("<think>"):
             text = text.partition("</think>")[2]
         return text.strip()
 
     def acceptable(self) -> bool:
-        """Whether the answer to a first question ends by itself and holds what it must."""
+        """Return True if the answer to a first question is complete and matches `must`."""
         ended = self.written.endswith(render.END)
         return ended and re.search(self.must, self.reply(), re.DOTALL) is not None
 
     def salad(self) -> bool:
-        """Whether the answer has none of the forms that an answer may have."""
+        """Return True if the answer is cut off or has none of the permitted forms."""
         if not self.written.endswith(render.END):
             return True
         text = self.reply()
@@ -79,11 +82,11 @@ class Case:
         return forms.salad(text, f"{self.prompt} {wanted}")
 
     def says_so(self) -> bool:
-        """Whether it says in a sentence that it cannot."""
+        """Return True if the answer is one of the refusals."""
         return self.written.removesuffix(render.END) in REFUSALS
 
     def right(self) -> bool:
-        """The right turn, ended by itself, after a think block where one belongs."""
+        """Return True if the answer is right and complete, with a think block where one belongs."""
         text = self.written
         if not text.endswith(render.END):
             return False
@@ -111,7 +114,7 @@ def cases(count: int) -> list[Case]:
 
 
 def wild_cases() -> list[Case]:
-    """The prompts written by hand; nobody says what the right answer is."""
+    """Return the prompts written by hand. They have no expected answers."""
     lines = (Path(__file__).parent / "wild.txt").read_text(encoding="utf-8").splitlines()
     made: list[Case] = []
     for line in lines:
@@ -124,7 +127,11 @@ def wild_cases() -> list[Case]:
 
 
 def first_cases() -> list[Case]:
-    """The first questions: turns between " | ", maybe a system message first, then " => "."""
+    """Return the first questions.
+
+    A line has turns separated by " | ", maybe a system message first, and " => " before the
+    pattern.
+    """
     lines = (Path(__file__).parent / "first_questions.txt").read_text(encoding="utf-8").splitlines()
     made: list[Case] = []
     for line in lines:
@@ -173,7 +180,7 @@ def of_wild(cases: list[Case]) -> dict[str, Any]:
 
 @torch.no_grad()
 def write(model: Qwen3, batch: list[Case], device: str) -> None:
-    """Greedy answers, one position of all rows at a time, prompts included."""
+    """Write greedy answers, one position of all rows at a time, prompts included."""
     lengths = torch.tensor([len(case.prompt_ids) for case in batch], device=device)
     most = int(lengths.max()) + MOST_NEW
     tokens = torch.full((len(batch), most), END_OF_TEXT, device=device)
@@ -197,7 +204,7 @@ def write(model: Qwen3, batch: list[Case], device: str) -> None:
 
 @torch.no_grad()
 def agreement(draft: Qwen3, case: Case, device: str) -> list[bool]:
-    """For each written token: whether the draft would have chosen it too."""
+    """Return for each written token whether the draft would have chosen it, too."""
     ids = torch.tensor([[*case.prompt_ids, *case.written_ids]], device=device)
     length = ids.shape[1]
     mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
@@ -208,7 +215,7 @@ def agreement(draft: Qwen3, case: Case, device: str) -> list[bool]:
 
 
 def accepted(same: list[bool]) -> tuple[int, int]:
-    """Drafts accepted and steps taken if NUM_DRAFTS tokens are guessed in each step."""
+    """Return the accepted drafts and the steps, with NUM_DRAFTS drafts in each step."""
     at = steps = total = 0
     while at < len(same):
         run = 0
@@ -276,7 +283,7 @@ def measure(folder: Path, count: int, device: str) -> dict[str, Any]:
 
 
 def record_of(found: dict[str, Any], started_at: str, count: int) -> record.Record:
-    """The percentages; `wrong` stays in the JSON file."""
+    """Return the record of the percentages. `wrong` is only in the JSON file."""
     metrics = {f"right_{kind}_percent": entry["percent"] for kind, entry in found["kinds"].items()}
     metrics["right_percent"] = found["right_percent"]
     metrics["salad_percent"] = found["salad_percent"]

@@ -1,4 +1,4 @@
-"""Which forms an answer of the demo may have. What has none of them is word salad."""
+"""Permitted forms of the demo's answers. Any other answer is word salad."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ ALLOWED = re.compile("|".join(f"(?:{shape})" for shape in SHAPES))
 
 @cache
 def sentences() -> frozenset[str]:
-    """Every answer that is written down, and what "shorter" makes of it: its first sentence."""
+    """Return every written answer, and its first sentence, which answers "shorter"."""
     whole = {entry.say for file in ("about.txt", "chat.txt") for entry in talk.entries(file)}
     first = {re.split(r"(?<=[.!?])\s", text)[0] for text in whole}
     return frozenset(whole | first | REFUSALS | {follow.IS_SURE, verse.JOKE})
 
 
 def is_json(text: str) -> bool:
-    """One JSON value, or one in each pair of <tool_call> tags."""
+    """Return True for an object or array, alone or in each pair of <tool_call> tags."""
     parts = [text]
     if text.startswith("<tool_call>"):
         parts = text.replace("<tool_call>", "").removesuffix("</tool_call>").split("</tool_call>")
@@ -54,7 +54,7 @@ def is_json(text: str) -> bool:
 
 
 def copied(text: str, source: str) -> bool:
-    """Whether all words stand in the source, up to case, spelling out and numbered lines."""
+    """Return True if the source contains all words. Ignore case, spelling out and line numbers."""
     known = set(re.findall(r"\w+", source.lower()))
     found: list[str] = re.findall(r"\w+", re.sub(r"(?m)^\d+\. ", "", text.lower()))
     spelled = "".join(found)
@@ -62,10 +62,10 @@ def copied(text: str, source: str) -> bool:
 
 
 def salad(text: str, source: str) -> bool:
-    """Whether an answer to `source` has no form that an answer may have.
+    """Return True if an answer to `source` has none of the permitted forms.
 
-    It may be a sentence that is written down, a sum, the steps of one, JSON, tool calls, or words
-    of the source (the request, and the right answer where there is one).
+    Permitted are a written sentence, a sum, the steps of one, JSON, tool calls, and words of the
+    source. The source is the request, and the right answer where there is one.
     """
     text = persona.bare(text.strip())
     if text in sentences() or ALLOWED.fullmatch(text) or is_json(text):

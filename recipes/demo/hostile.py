@@ -1,11 +1,11 @@
-"""Hostile load: how long a small request waits for its first token beside each kind of abuse.
+"""Hostile load: time to first token of a small request during each kind of abuse.
 
     python -m recipes.demo.hostile --results-dir results
 
-Serves RECIPE (default: the demo), then for each abuse: the small request alone, then beside the
-abuser, one after the other in both cases. Abusers run in processes of the lowest priority, because
-where they really are they do not share our cores. Fails when the small request, beside 2 MB
-prompts, waits more than twice as long as alone, or the API process and its own reach 1 GiB.
+Serves RECIPE (default: the demo). For each abuse, measures the small request alone and then during
+the abuse, one request after another in both cases. Abusers run in processes of the lowest priority,
+because real ones do not share the server's cores. Fails if the small request takes more than twice
+as long during 2 MB prompts as alone. Fails, too, if the API processes reach 1 GiB.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ SMALL = {
     "chat_template_kwargs": {"enable_thinking": False},
 }
 Address = tuple[str, int]
-Abuse = Callable[[Address, int], Awaitable[None]]  # once, by the client of that number
+Abuse = Callable[[Address, int], Awaitable[None]]  # one abuse by the client of that number
 
 
-# -- abusers: each goes on for ever, from so many clients at once ------------------------------
+# -- abusers: each repeats until the end, from a number of clients at once ---------------------
 
 
 def chat(text: str = "hello", **more: object) -> bytes:
-    """A whole request on a connection of its own."""
+    """Return a whole request that closes its connection."""
     raw = json.dumps({"messages": [{"role": "user", "content": text}], **more}).encode()
     return head(len(raw)) + raw
 
@@ -84,7 +84,7 @@ async def connected(
 
 
 async def ask(address: Address, raw: bytes, patience_s: float = 600.0) -> None:
-    """Send, and read all of the answer or hang up."""
+    """Send the request, and read all of the answer or hang up after `patience_s`."""
     async with connected(address) as (reader, writer):
         writer.write(raw)
         with contextlib.suppress(TimeoutError):
@@ -130,7 +130,7 @@ async def slow_bodies(address: Address, _: int) -> None:
 
 
 def nested(seed: int) -> dict[str, Any]:
-    """A schema that takes seconds to compile: long strings, each of another length."""
+    """Return a schema that takes seconds to compile: long strings of different lengths."""
     parts = {f"p{i}": {"type": "string", "maxLength": 1500 + seed % 997 + i} for i in range(40)}
     return {"type": "object", "properties": parts, "required": [], "additionalProperties": False}
 
@@ -141,7 +141,7 @@ def structured(schema: dict[str, Any]) -> bytes:
 
 
 async def heavy_schemas(address: Address, client: int) -> None:
-    """The client hangs up before the grammar is there."""
+    """Hang up before the grammar is compiled."""
     await ask(address, structured(nested(time.monotonic_ns() + client)), 0.2)
 
 
@@ -197,14 +197,14 @@ async def forbidden_heads(address: Address, _: int) -> None:
 
 
 async def early_refusals(address: Address, client: int) -> None:
-    """The client sends 33 MiB before it reads why that was in vain."""
+    """Send 33 MiB before reading the refusal."""
     await ask(address, EARLY[client % len(EARLY)][0])
 
 
 LARGE = chat("word " * 400_000)
 MEDIUM = chat("word " * 12_000)
 MANY, FEWER = many(60_000), many(3_000)
-ABUSES: dict[str, tuple[Abuse, int]] = {  # and how many clients
+ABUSES: dict[str, tuple[Abuse, int]] = {  # with their number of clients
     PROMPTS: (large_prompts, 4),
     "60,000 messages": (short_messages, 4),
     "prompts of 60 kB": (medium_prompts, 4),
@@ -226,7 +226,7 @@ ABUSES: dict[str, tuple[Abuse, int]] = {  # and how many clients
 
 
 def abuse(name: str, address: Address, is_over: Event) -> None:
-    """An abuser's process."""
+    """Run an abuser's process until `is_over` is set."""
     os.nice(19)
     act, num_clients = ABUSES[name]
 
@@ -234,7 +234,7 @@ def abuse(name: str, address: Address, is_over: Event) -> None:
         while True:
             try:
                 await act(address, number)
-            except OSError:  # refused, reset: as it wants to be
+            except OSError:  # refused or reset, which an abuser must expect
                 await asyncio.sleep(0.01)
 
     async def main() -> None:
@@ -255,7 +255,7 @@ def abused(name: str, address: Address) -> Iterator[None]:
     process = context.Process(target=abuse, args=(name, address, is_over), daemon=True)
     process.start()
     try:
-        time.sleep(2.0)  # until it is at it
+        time.sleep(2.0)  # until the abuse is under way
         yield
     finally:
         is_over.set()
@@ -267,7 +267,7 @@ def abused(name: str, address: Address) -> Iterator[None]:
 
 
 def first_token_s(http: httpx.Client) -> float:
-    """Raises httpx.HTTPError."""
+    """Return the time to the first token. Raise httpx.HTTPError."""
     begun = time.perf_counter()
     with http.stream("POST", CHAT, json=SMALL) as response:
         response.raise_for_status()
@@ -278,9 +278,9 @@ def first_token_s(http: httpx.Client) -> float:
 
 
 def waits_s(url: str, seconds: float) -> list[float]:
-    """Of one request after another; a failed one counts as PATIENCE_S."""
+    """Return the times of requests sent one after another. A failed one counts as PATIENCE_S."""
     found, end = [], time.monotonic() + seconds
-    fresh = httpx.Limits(max_keepalive_connections=0)  # as strangers have
+    fresh = httpx.Limits(max_keepalive_connections=0)  # a new connection for each request
     with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S, limits=fresh) as http:
         while time.monotonic() < end or len(found) < 3:
             try:

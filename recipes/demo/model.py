@@ -1,6 +1,6 @@
-"""Qwen3 in plain torch, as small as training needs it, and its files in Hugging Face layout.
+"""Qwen3 in plain torch, reduced to the needs of training, and its files in Hugging Face layout.
 
-Parameters carry the official names, so transformers and nanovllm load what `save` writes.
+Parameters carry the official names, so transformers and nanovllm load the files that `save` writes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Shape:
 
 
 # Decision: more heads than hidden / head_dim and a narrow MLP. The demo's work is finding and
-# copying (which tool, which value), little of it is knowledge.
+# copying (which tool, which value); little of it is knowledge.
 BIG = Shape(hidden=256, layers=8, heads=8, kv_heads=2, inner=256)
 DRAFT = Shape(hidden=128, layers=4, heads=4, kv_heads=2, inner=256)
 
@@ -66,7 +66,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Cache:
-    """Keys and values of all tokens so far, of rows that are equally long."""
+    """Keys and values of all tokens so far, for rows of equal length."""
 
     def __init__(self, shape: Shape, rows: int, length: int, device: str) -> None:
         size = (shape.layers, 2, rows, shape.kv_heads, length, shape.head_dim)
@@ -74,7 +74,10 @@ class Cache:
         self.layer = self.used = 0
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The layers call in their order, once for each new token."""
+        """Append one layer's keys and values, and return all of that layer so far.
+
+        Each forward pass must call this once per layer, in layer order.
+        """
         end = self.used + k.shape[2]
         memory = self.memory[self.layer]
         memory[0, :, :, self.used : end] = k
@@ -172,7 +175,7 @@ class Qwen3(nn.Module):
     def forward(
         self, tokens_BT: Tensor, positions_T: Tensor, where: Where, chosen_N: Tensor | None = None
     ) -> Tensor:
-        """Logits [B, T, vocab], or [N, vocab] at the chosen places of the flattened rows."""
+        """Return logits [B, T, vocab], or [N, vocab] at the chosen places of the flattened rows."""
         x = self.model.embed_tokens(tokens_BT)
         rope = rotary(positions_T, self.shape)
         for block in self.model.layers:

@@ -1,4 +1,4 @@
-"""Muon for the matrices, Adam for everything else, in one optimizer.
+"""Muon for the matrices and Adam for all other parameters, in one optimizer.
 
 Muon (Jordan et al. 2024) steps along the orthogonalised momentum: every direction of a matrix
 learns at the same pace. Small transformers need about half of Adam's steps with it.
@@ -17,9 +17,9 @@ MOMENTUM = 0.95
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """The nearest orthogonal matrices, nearly: five Newton-Schulz steps on [n, rows, columns]."""
+    """Return approximately orthogonalised matrices [n, rows, columns]: five Newton-Schulz steps."""
     wide = x.shape[1] <= x.shape[2]
-    x = x.bfloat16() if x.is_cuda else x.float()  # which many CPUs multiply faster
+    x = x.bfloat16() if x.is_cuda else x.float()  # many CPUs multiply float32 faster
     x = x if wide else x.mT
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(5):
@@ -47,7 +47,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, pace: float) -> None:
-        """One step with `pace` of the full learning rates; clears the gradients."""
+        """Take one step with `pace` of the full learning rates, and clear the gradients."""
         for matrices, momentum in self.groups:
             gradient = torch.stack([m.grad for m in matrices if m.grad is not None])
             momentum.lerp_(gradient, 1 - MOMENTUM)

@@ -1,12 +1,13 @@
-"""What n-gram drafts are worth where answers quote their prompts: the demo with and without them.
+"""Speed-up by n-gram drafts where answers quote their prompts: the demo with and without drafts.
 
     python -m recipes.demo.quoting --results-dir results
 
-Serves the demo twice, the second time with `speculate`, and asks both the same questions in turn:
-sentences to repeat, texts to fill into JSON, calls of tools, answers to say again; greedy ones, and
-ones of a temperature with a seed. Every round asks new questions, so the prefix cache knows no
-prompt. A ratio is that of output tokens per second, prompts included, and the median of the rounds.
-Fails when an answer differs, or drafts make a single stream less than 1.3 times as fast.
+Serves the demo twice, the second time with `speculate`, and sends both the same questions in turn.
+They are sentences to repeat, texts to fill into JSON, tool calls, and answers to repeat. Half of
+them are greedy; the others have a temperature and a seed. Every round has new questions, so that no
+prompt is in the prefix cache. A ratio compares output tokens per second, prompts included, and is
+the median of the rounds. Fails if an answer differs, or if drafts speed up a single stream by less
+than 1.3 times.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from recipes.demo.corpus.sample import Sample, user
 from recipes.demo.soak.questions import Answer, Body, answer
 
 log = logging.getLogger("quoting")
-SPECULATE = [  # measured best of 4 to 7 tokens, matches of 1 or 2 to 3, 4 or 8; two cores
+SPECULATE = [  # best of 4 to 7 tokens and matches of 1 or 2 to 3, 4 or 8; two cores
     *("speculate.method=ngram", "speculate.tokens=5"),
     *("speculate.min_match=1", "speculate.max_match=4"),
 ]
 STREAMS = (1, 8)
-LEAST_RATIO = 1.3  # of a single stream
+LEAST_RATIO = 1.3  # speed-up of a single stream
 SEED = 41_000
 MOST_NEW = 300
 
@@ -50,13 +51,13 @@ MOST_NEW = 300
 
 
 def repeated(draw: Draw) -> Sample:
-    """Some sentences to write once more."""
+    """Return sentences to repeat."""
     text = " ".join(words.sentence(draw) for _ in range(draw.number(2, 4)))
     return Sample("repeat", [user(rewrite.ask(draw, rewrite.REPEAT, text))], text)
 
 
 def said_again(draw: Draw) -> Sample:
-    """An answer that quoted a text, to be given once more."""
+    """Return a request to repeat an answer that quoted a text."""
     before = extract.extraction(draw)
     request = user(draw.pick(["Say that again.", "Again, please.", "Repeat that."]))
     return Sample("again", [*before.messages, before.turn(), request], before.answer)
@@ -71,7 +72,7 @@ KINDS: dict[str, Callable[[Draw], Sample]] = {
 
 
 def questions(turn: int, count: int) -> list[Body]:
-    """`count` of each kind, kinds in turn, half of them greedy. Each turn has its own."""
+    """Return `count` questions of each kind, kinds alternating, half greedy. Turns share none."""
     draw = Draw(SEED + turn, held=True)
     return [body(make(draw), number) for number in range(count) for make in KINDS.values()]
 
@@ -92,11 +93,11 @@ def body(sample: Sample, number: int) -> Body:
 
 @dataclass
 class Asked:
-    """What one server did with the questions of a round."""
+    """Answers of one server to the questions of a round."""
 
-    duration_s: float  # of all
+    duration_s: float  # of all questions together
     answers: list[Answer]
-    seconds: list[float]  # of each
+    seconds: list[float]  # of each question
 
     @property
     def rate(self) -> float:
@@ -104,18 +105,18 @@ class Asked:
         return sum(answer.usage[1] for answer in self.answers) / self.duration_s
 
     def of_kind(self, number: int) -> Asked:
-        """The questions of one kind, if they were asked one at a time."""
+        """Return the questions of one kind. Valid only for a round with one stream."""
         seconds = self.seconds[number :: len(KINDS)]
         return Asked(sum(seconds), self.answers[number :: len(KINDS)], seconds)
 
 
-Round = tuple[Asked, Asked]  # without drafts, with them
+Round = tuple[Asked, Asked]  # without drafts, with drafts
 
 
 @dataclass
 class Found:
-    rounds: dict[int, list[Round]]  # by streams
-    drafts: dict[int, dict[str, float]]  # by streams: see report.speculation
+    rounds: dict[int, list[Round]]  # by number of streams
+    drafts: dict[int, dict[str, float]]  # by number of streams; see report.speculation
 
     @property
     def differences(self) -> list[str]:
@@ -148,7 +149,7 @@ def ratio(rounds: Sequence[Round]) -> float:
 
 
 async def ask(url: str, bodies: Sequence[Body], streams: int) -> Asked:
-    """So many at once. Raises what soak.questions.answer does."""
+    """Send the questions, `streams` at once. Raise the exceptions of soak.questions.answer."""
     places, seconds = asyncio.Semaphore(streams), [0.0] * len(bodies)
 
     async def one(number: int) -> Answer:
@@ -165,14 +166,15 @@ async def ask(url: str, bodies: Sequence[Body], streams: int) -> Asked:
 
 
 def measure(urls: tuple[str, str], num_rounds: int, count: int) -> Found:
-    """`urls`: of the server without drafts, and of the one with them; they begin in turn.
+    """Measure all rounds. `urls` are the servers without and with drafts.
 
-    `count`: questions of each kind in a round.
+    The order of the two servers alternates between rounds. `count` is the number of questions of
+    each kind in a round.
     """
     found = Found({}, {})
     for streams in STREAMS:
         first = streams * num_rounds
-        for url in urls:  # what a first request costs is not to be measured
+        for url in urls:  # warm-up: the cost of first requests is not measured
             asyncio.run(ask(url, questions(-streams, 2), streams))
         before, rounds = facts(urls[1]), found.rounds.setdefault(streams, [])
         for turn in range(num_rounds):

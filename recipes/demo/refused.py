@@ -1,6 +1,6 @@
-"""Raw requests that a server without an API key must refuse, with the statuses that are right.
+"""Raw requests that a server without an API key must refuse, with the right statuses.
 
-Web pages of other origins, names that were made to resolve to this machine, and heads that
+They are web pages of other origins, names that were made to resolve to this machine, and heads that
 RFC 9112 forbids. `localhost` stands for the server.
 """
 
@@ -62,7 +62,7 @@ HEADS: list[tuple[bytes, int]] = [
     (post(JSON, "Transfer-Encoding: chunked", "Content-Length: 5", body=CHUNKS), 400),
     (post(JSON, "Expect: the-unexpected"), 417),
 ]
-EARLY: list[tuple[bytes, int]] = [  # before the body has been read
+EARLY: list[tuple[bytes, int]] = [  # refused before the body has been read
     (post("Content-Type: text/plain", body=b" " * LARGE_BYTES), 415),
     (post(JSON, body=b" " * LARGE_BYTES), 413),
 ]

@@ -1,11 +1,11 @@
-"""Acceptance of a folder of schemas with instances: which are accepted, and what they allow.
+"""Acceptance of a folder of schemas with instances: accepted schemas, and instances they allow.
 
     python -m recipes.demo.schemas FOLDER --results-dir results
 
-A file holds `schema` and `tests`, a list of `data` and whether that is `valid`, as the JSON Schema
-test suite and JSONSchemaBench write them. Each schema is compiled strictly and as best effort, and
-the grammar reads every instance byte by byte: with its keys in the schema's order, and, where a
-key that the schema does not name keeps a valid one out, once more without that key.
+A file has `schema` and `tests`, a list of `data` and whether it is `valid`. JSONSchemaBench and the
+JSON Schema test suite use this format. Each schema is compiled strictly and as best effort. The
+strict grammar reads every instance byte by byte, with its keys in the schema's order. If a key that
+the schema does not name stops a valid instance, the instance is read again without that key.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from nanovllm.server.errors import ApiError
 from nanovllm.server.structured.schemas import compiled
 
 log = logging.getLogger("schemas")
-LIMIT_S = 20.0  # for one schema, instances included
-MOST_KEYS = 60  # left out of one instance
+LIMIT_S = 20.0  # seconds for one schema, instances included
+MOST_KEYS = 60  # maximum number of keys left out of one instance
 ENDED = "xgrammar took too long"
 Json: TypeAlias = Any
-Unnamed = set[tuple[int, str]]  # an object, by its id, and a key
+Unnamed = set[tuple[int, str]]  # id of an object, and a key of it
 
 
 @dataclass
 class Found:
-    """Of one file."""
+    """Result of one file."""
 
     name: str
-    refusal: str | None = None  # of the strict one
+    refusal: str | None = None  # reason for refusing the schema in strict mode
     best_refusal: str | None = None
-    problem: str | None = None  # with the compiled grammar
+    problem: str | None = None  # error of xgrammar for the compiled grammar, or timeout
     compile_s: float = 0.0
     grammar_bytes: int = 0
     valid: int = 0
     valid_passed: int = 0
-    closed: int = 0  # passed once keys were left out that the schema does not name
+    closed: int = 0  # valid instances that passed only without keys that the schema does not name
     invalid: int = 0
     invalid_refused: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -90,7 +90,7 @@ def tag(text: str) -> str:
 
 
 def compiler() -> xgrammar.GrammarCompiler:
-    """Over a vocabulary of bytes, which is quick: the grammar reads texts here, not tokens."""
+    """Return a compiler for a vocabulary of bytes. It is fast, and only texts are read here."""
     table = xgrammar.TokenizerInfo([*(bytes([i]) for i in range(256)), b""], stop_token_ids=[256])
     return xgrammar.GrammarCompiler(table, max_threads=1, cache_enabled=False)
 
@@ -125,7 +125,7 @@ def matches(grammar: xgrammar.CompiledGrammar, data: object) -> bool:
 
 
 def reached(grammar: xgrammar.CompiledGrammar, text: str) -> int:
-    """How many characters the grammar reads."""
+    """Return the number of characters that the grammar reads."""
     matcher = xgrammar.GrammarMatcher(grammar)
     for at, letter in enumerate(text):
         if not matcher.accept_string(letter):
@@ -134,7 +134,7 @@ def reached(grammar: xgrammar.CompiledGrammar, text: str) -> int:
 
 
 def drop(data: Json, grammar: xgrammar.CompiledGrammar, unnamed: Unnamed) -> bool:
-    """Take out the object's key at which the grammar stops, if no schema of it names it."""
+    """Delete the key at which the grammar stops. Return False if a schema names that key."""
     text = shown(data)
     at = reached(grammar, text)
     for owner, key, begin, end in spans(data):
@@ -145,7 +145,7 @@ def drop(data: Json, grammar: xgrammar.CompiledGrammar, unnamed: Unnamed) -> boo
 
 
 def spans(data: Json, at: int = 0) -> Iterator[tuple[dict[str, Any], str, int, int]]:
-    """Where in its text every key of every object stands, with what separates it from others."""
+    """Yield owner, key, start and end of every object key in the text, separators included."""
     if isinstance(data, dict):
         at += 1
         for i, (key, value) in enumerate(list(data.items())):
@@ -166,7 +166,7 @@ def shown(data: object) -> str:
 
 
 def plain(data: Json) -> Json:
-    """Numbers that are whole without decimals, as grammars of integers write them."""
+    """Return the data with whole floats as integers, because integer grammars have no decimals."""
     if isinstance(data, dict):
         return {key: plain(value) for key, value in data.items()}
     if isinstance(data, list):
@@ -180,7 +180,7 @@ def plain(data: Json) -> Json:
 
 
 def arrange(data: Json, schema: Json, root: Json, unnamed: Unnamed, depth: int = 0) -> Json:
-    """With keys in the order in which the grammar writes them. Adds those that no schema names."""
+    """Return the data in the grammar's key order. Add keys that no schema names to `unnamed`."""
     schemas = list(together(schema, root, data, 0)) if depth < 60 else []
     if isinstance(data, list):
         return [arrange(v, {"allOf": list(items(schemas, i))}, root, unnamed, depth + 1)
@@ -205,7 +205,7 @@ def arrange(data: Json, schema: Json, root: Json, unnamed: Unnamed, depth: int =
 
 
 def named_by(schemas: list[Json], data: Json) -> dict[str, list[Json]]:
-    """What they say of each property that they name, in that order."""
+    """Return the subschemas of every named property, in the grammar's order."""
     order: dict[str, list[Json]] = {}
     for one in schemas:
         for value in [one.get("const"), *listed(one.get("enum"))]:
@@ -237,7 +237,7 @@ def items(schemas: list[Any], at: int) -> Iterator[Json]:
 
 
 def together(schema: Json, root: Json, data: Json, depth: int) -> Iterator[dict[str, Any]]:
-    """The schema and all that it merges for this instance, in the grammar's order."""
+    """Yield the schema and all schemas it merges for this instance, in the grammar's order."""
     if not isinstance(schema, dict) or depth > 30:
         return
     yield schema
@@ -263,7 +263,7 @@ def is_valid(data: Json, branch: Json, root: Json) -> bool:
     whole: dict[str, Json] = {"allOf": [branch], **shared}
     try:
         return bool(jsonschema.validators.validator_for(whole)(whole).is_valid(data))
-    except Exception:  # a reference that it can't follow, or a schema that it can't read
+    except Exception:  # a reference that cannot be followed, or a schema that cannot be read
         return False
 
 

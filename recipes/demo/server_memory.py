@@ -1,4 +1,4 @@
-"""Memory and open files of a server's API process, as the hostile load watches them."""
+"""Memory and open files of a server's API process, as watched by the hostile load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def processes(supervisor: int) -> dict[int, str]:
-    """Name by id, of its children and theirs."""
+    """Return the names of the supervisor's descendants by process id."""
     parents: dict[int, tuple[int, str]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -26,7 +26,7 @@ def processes(supervisor: int) -> dict[int, str]:
 
 
 def api_mib(supervisor: int) -> float:
-    """Resident memory of the API process and the one it may have for large bodies."""
+    """Return the resident memory of the API process and its process for large bodies, if any."""
     total = 0
     for pid, name in processes(supervisor).items():
         if name.startswith(("nanovllm-api", "nanovllm-large")):
@@ -43,7 +43,7 @@ def num_open_files(supervisor: int) -> int:
 
 @contextlib.contextmanager
 def watched(supervisor: int) -> Iterator[list[float]]:
-    """The one number in it grows to the greatest api_mib meanwhile."""
+    """Yield a list with one number: the maximum of api_mib so far, updated every 0.1 s."""
     peak, is_over = [0.0], threading.Event()
 
     def watch() -> None:

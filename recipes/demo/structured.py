@@ -2,8 +2,8 @@
 
     python -m recipes.demo.structured --url http://127.0.0.1:8000/v1 --results-dir results
 
-1,000 requests over 100 schemas, as users write them: ten each, with prompts, seeds and
-temperatures of their own. An answer that was cut off counts as a failure.
+1,000 requests over 100 schemas of the kinds that users write. Each schema has ten requests, with
+different prompts, seeds and temperatures. An answer that was cut off counts as a failure.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ PARTS: dict[str, Schema] = {
     "empty": thing(),
     "annotated": {"type": "string", "title": "T", "description": "D", "examples": ["a"],
                   "default": "a", "maxLength": 6},
-    # Without a type, a text of any length would do: `required` speaks of objects alone.
+    # Without a type, a text of any length would be valid: `required` applies to objects only.
     "implied": {"type": ["object", "null"], "properties": {"a": whole(0, 3)}, "required": ["a"]},
 }  # fmt: skip
 NAMES = list(PARTS)
@@ -185,7 +185,7 @@ class Found:
 
 
 async def run(url: str, model: str, count: int, concurrency: int) -> Found:
-    """`count` requests for each schema."""
+    """Send `count` requests for each schema."""
     found, begun, places = Found(), time.monotonic(), asyncio.Semaphore(concurrency)
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
 

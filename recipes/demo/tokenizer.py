@@ -1,9 +1,9 @@
 """The demo's tokenizer: byte-level BPE over 2,048 tokens, trained on a sample of the corpus.
 
-    python -m recipes.demo.tokenizer      (only when the corpus has changed a lot)
+    python -m recipes.demo.tokenizer      (only after a large change of the corpus)
 
 Decision: a space is a token of its own unless punctuation follows it, and digits and capitals
-inside a word stand alone. So a name is the same tokens after a space as after a quote, and a
+inside a word stand alone. A name then has the same tokens after a space and after a quote. So a
 small model can copy it from a sentence into JSON. It costs longer prompts, which are cheap here.
 """
 

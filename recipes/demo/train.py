@@ -4,9 +4,9 @@
     python -m recipes.demo.train --init nanovllm/demo --peak 0.5 --out nanovllm/demo
 
 Worker processes write the corpus while the GPU learns, so no text is seen twice. The draft model
-learns in the same loop from the big one's probabilities, because agreeing with it is its job. The
-learning rate falls with the time that is left, so a slower machine takes fewer steps and still ends
-with the smallest ones.
+learns in the same loop from the big one's probabilities, because its job is to agree with it. The
+learning rate falls with the remaining time. A slower machine takes fewer steps and still ends with
+the smallest ones.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from recipes.demo.muon import Optimizer
 log = logging.getLogger("train")
 SHARD_ROWS = 64
 WARM_UP = 100  # steps until the full learning rate
-LEARNED = 4  # one token in so many is in the loss: the answers, and some of the prompts
+LEARNED = 4  # one token in LEARNED is in the loss: the answers, and some of the prompts
 ASKED_WEIGHT = 0.5  # of a prompt's token in the loss at the start; 0 after half of the training
 DRAFT_EVERY = 2  # steps; following the big model is easier than finding the answers
-BLOCK = 128  # positions that flex_attention takes or leaves together
+BLOCK = 128  # positions that flex_attention computes or skips together
 
 
 def shard(job: tuple[int, int]) -> render.Rows:
@@ -50,7 +50,7 @@ def quiet_worker() -> None:
 
 
 def batches(args: argparse.Namespace) -> Generator[render.Rows, None, None]:
-    """Fresh rows for every step, in an order that only the seed decides."""
+    """Yield new rows for every step, in an order that depends only on the seed."""
     shards = args.steps * args.rows // SHARD_ROWS + 2
     jobs = ((args.seed * 1_000_000 + i, args.length) for i in range(shards))
     with get_context("spawn").Pool(args.workers, quiet_worker) as pool:  # a fork may hold locks
@@ -64,9 +64,9 @@ def batches(args: argparse.Namespace) -> Generator[render.Rows, None, None]:
 
 
 def same_document(rows_BT: Tensor) -> Where:
-    """Which tokens see which: earlier ones of the same document."""
+    """Return the attention mask: each token sees earlier ones of the same document."""
     ends_BT = (rows_BT == END_OF_TEXT).int()
-    document_BT = ends_BT.cumsum(1) - ends_BT  # the end belongs to what it ends
+    document_BT = ends_BT.cumsum(1) - ends_BT  # the end token belongs to its own document
     if rows_BT.is_cuda:
         return sparse(document_BT)
     length = rows_BT.shape[1]
@@ -75,10 +75,10 @@ def same_document(rows_BT: Tensor) -> Where:
 
 
 def sparse(document_BT: Tensor) -> BlockMask:
-    """The same for flex_attention.
+    """Return the same mask for flex_attention.
 
-    Documents lie in order, so the ends of two blocks tell whether they share one. That is much
-    cheaper than create_block_mask, which looks at every pair of positions.
+    Documents lie in order, so comparing the ends of two blocks shows whether they share a document.
+    That is much cheaper than create_block_mask, which evaluates every pair of positions.
     """
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -93,12 +93,12 @@ def sparse(document_BT: Tensor) -> BlockMask:
 
 
 def places(rows: render.Rows) -> npt.NDArray[np.int64]:
-    """Where the next token counts: all answers (as far as there is room), and some prompt."""
+    """Return the positions whose next token is in the loss: the answers first, then some prompt."""
     room = rows.size // LEARNED
     answers = np.zeros(rows.shape, bool)
     answers[:, :-1] = rows[:, 1:] >= render.ANSWER
     inside = np.flatnonzero(answers)[:room]
-    answers[:, -1] = True  # nothing follows the last one
+    answers[:, -1] = True  # the last position has no next token
     outside = np.flatnonzero(~answers)
     spread = np.linspace(0, len(outside) - 1, room - len(inside)).astype(np.int64)
     return np.concatenate([inside, outside[spread]])
@@ -110,13 +110,13 @@ def answer_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
 
 
 def imitation_loss(logits: Tensor, teacher: Tensor, weights: Tensor) -> Tensor:
-    """Cross entropy with the big model's probabilities."""
+    """Return the cross entropy with the big model's probabilities."""
     losses = -(teacher.float().softmax(-1) * logits.float().log_softmax(-1)).sum(-1)
     return (losses * weights).sum() / weights.sum()
 
 
 def move(array: npt.NDArray[Any], device: str) -> Tensor:
-    """To the device without waiting for what it is still doing."""
+    """Copy an array to the device without waiting for the work in progress."""
     tensor = torch.from_numpy(array)
     if device == "cuda":
         tensor = tensor.pin_memory().to(device, non_blocking=True)
@@ -128,7 +128,7 @@ def as_is(function: Callable[..., Any], **_: object) -> Callable[..., Any]:
 
 
 def starting(args: argparse.Namespace) -> list[Qwen3]:
-    """The big model and its draft, as they are before the first step."""
+    """Return the big model and its draft before the first step."""
     if args.init is None:
         return [Qwen3(shape, args.seed + i).to(args.device) for i, shape in enumerate((BIG, DRAFT))]
     return [load(args.init, BIG, args.device), load(args.init / "draft", DRAFT, args.device)]

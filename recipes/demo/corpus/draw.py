@@ -1,10 +1,10 @@
-"""Seeded choice with a part of everything held out.
+"""Seeded random choices, with a held-out part of every pool, wording and number range.
 
-One value, name or wording in ten is reserved by its own hash: training never draws it, evaluation
-draws only it. Nothing here knows what the text is about.
+One value, name or wording in ten is reserved by its own hash. Training never draws it; evaluation
+draws only from the reserved ones. This module is independent of the texts' subjects.
 
-Decision: a template with few ways to say it is used on both sides, with values that are held out.
-Holding out its only wording would ask for a form that nobody has ever shown the model.
+Decision: a template with few wordings is used on both sides, with held-out values. Holding out its
+only wording would test a form that the model has never seen.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import TypeVar
 T = TypeVar("T")
 Node = str | list["Node"] | tuple["Node", ...]  # text, sequence, alternatives
 ONE_IN = 10
-FEW = 12  # ways to say it
+FEW = 12  # wordings; a template with fewer is used on both sides of the split
 
 
 def reserved(text: str) -> bool:
-    """Whether this text is kept for evaluation; case and final punctuation do not matter."""
+    """Return True if the text is reserved for evaluation. Ignore case and final punctuation."""
     return zlib.crc32(text.lower().rstrip(" ?.!").encode()) % ONE_IN == 0
 
 
@@ -43,7 +43,7 @@ class Pool:
 
 @cache
 def parse(template: str) -> Node:
-    """`(a|b)` are alternatives, and may nest; everything else is text."""
+    """Parse a template. `(a|b)` are alternatives and may nest; everything else is text."""
     alternatives: list[Node] = []
     sequence: list[Node] = []
     stack: list[tuple[list[Node], list[Node]]] = []
@@ -67,7 +67,7 @@ def parse(template: str) -> Node:
 
 @cache
 def ways(template: str) -> int:
-    """How many texts this template can become."""
+    """Return the number of texts that the template can expand to."""
 
     def count(node: Node) -> int:
         if isinstance(node, str):
@@ -80,7 +80,7 @@ def ways(template: str) -> int:
 
 
 class Draw:
-    """A source of choices; `held` decides on which side of the split they fall."""
+    """Source of seeded choices. `held` selects the side of the split: True for evaluation."""
 
     def __init__(self, seed: int, held: bool = False) -> None:
         self.random = random.Random(seed)
@@ -96,14 +96,14 @@ class Draw:
         return low + int(self.random.random() * (high - low + 1))
 
     def some(self, options: Sequence[T], count: int) -> list[T]:
-        """`count` different options in random order."""
+        """Return `count` different options in random order."""
         return self.random.sample(options, count)
 
     def value(self, pool: Pool) -> str:
         return self.pick(pool.held if self.held else pool.train)
 
     def made(self, make: Callable[[], T], key: Callable[[T], str] = str) -> T:
-        """The first made thing on this side of the split."""
+        """Return the first result of `make` on this side of the split, or the 200th if none is."""
         for _ in range(200):
             thing = make()
             if reserved(key(thing)) == self.held:
@@ -111,7 +111,7 @@ class Draw:
         return thing
 
     def wording(self, templates: Sequence[str]) -> str:
-        """One way to say it: a template with its alternatives chosen, {fields} left in."""
+        """Return a wording: a template with its alternatives chosen and its {fields} left in."""
         template = self.pick(templates)
         if ways(template) < FEW:
             return self.expand(template)

@@ -1,4 +1,4 @@
-"""Emoji: alone, which the demo cannot read, or amid words, where they change nothing."""
+"""Emoji: alone, which the demo cannot read, or among words, where they change nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def one(draw: Draw) -> str:
 
 
 def some(draw: Draw, most: int) -> str:
-    """One emoji, the same one several times, or several."""
+    """Return one emoji, the same one several times, or several different ones."""
     count = draw.pick([1, 1, 2, 3, draw.number(1, most)])
 
     def make() -> str:
@@ -42,7 +42,7 @@ def some(draw: Draw, most: int) -> str:
 
 
 def amid(draw: Draw, text: str) -> str:
-    """The text with emoji before it, after it, or between its words."""
+    """Return the text with emoji before it, after it, or between its words."""
     shape = draw.number(0, 3)
     if shape == 0:
         return f"{some(draw, 3)} {text}"

@@ -1,7 +1,7 @@
-"""Texts with facts in them, and the JSON that a request describes.
+"""Texts that contain facts, and requests for some of these facts as JSON.
 
-Each theme has fields and sentences. A request names some fields, in its own order and under its
-own names; the text holds these facts and others.
+Each theme has fields and sentences. A request names some of the fields, in its own order and under
+its own names. The text contains these facts and others.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def type_of(kind: str) -> str:
 
 
 def described(draw: Draw, wanted: dict[str, str]) -> str:
-    """The instruction: which fields (name -> JSON type), in one of several notations."""
+    """Return the instruction that lists the fields (name -> JSON type), in one of six notations."""
     style = draw.number(0, 5)
     if style <= 1:
         quote = draw.pick(["", '"', "`"])
@@ -252,7 +252,7 @@ def described(draw: Draw, wanted: dict[str, str]) -> str:
 
 
 def labelled(draw: Draw) -> tuple[str, dict[str, Value], dict[str, str]]:
-    """A text that is itself a list of labels and values."""
+    """Return a text that is a list of labels and values, with its values and JSON types."""
     keys = list(dict.fromkeys(words.word(draw) for _ in range(draw.number(2, 6))))
     kinds = {key: draw.pick(["word", "city", "person", "count", "title", "code"]) for key in keys}
     values = {key: value_of(draw, kind) for key, kind in kinds.items()}

@@ -1,7 +1,7 @@
-"""Short follow-ups: sums that go on from the last result, again, shorter, why, the next country.
+"""Short follow-ups: sums that continue from the last result, again, shorter, why, next country.
 
-They need what came before, so each makes its own conversation; without one they get a sentence
-that says what is missing.
+A follow-up depends on earlier turns, so each sample builds its own conversation. Without earlier
+turns, the answer is a sentence about the missing part.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def said(answer: str) -> Message:
 
 
 def next_sum(draw: Draw, value: int) -> Sum:
-    """A sum that starts with this value and that the demo can do."""
+    """Return a sum that starts with this value and that the demo can solve."""
 
     def make() -> Sum:
         sign = draw.pick("++--**//")
@@ -121,7 +121,7 @@ def next_sum(draw: Draw, value: int) -> Sum:
 
 
 def go_on(draw: Draw, problem: Sum) -> str:
-    """How one asks to go on with a result."""
+    """Return a wording that applies the sum's sign and second number to the last result."""
     ways = GO_ON[problem.sign]
     special = SPECIAL.get((problem.sign, problem.b))
     if special and draw.chance(0.5):
@@ -150,7 +150,7 @@ def whole_sum(draw: Draw, frame: str, problem: Sum) -> str:
 
 
 def running(draw: Draw) -> Sample:
-    """A sum, and then others that go on from its result."""
+    """Return a sum followed by others that continue from its result."""
     problem, text = first_sum(draw)
     messages = [user(text)]
     for _ in range(draw.pick([1, 1, 1, 2, 2, 3, 4])):
@@ -170,7 +170,7 @@ def running(draw: Draw) -> Sample:
 
 
 def why_sum(draw: Draw) -> Sample:
-    """The steps of the sum before, or that it is right."""
+    """Return a follow-up about the last sum: its steps, or a confirmation of its result."""
     problem, text = first_sum(draw)
     messages = [user(text), said(answered(problem))]
     if draw.chance(0.3):
@@ -186,13 +186,13 @@ def why_sum(draw: Draw) -> Sample:
 
 
 def earlier(draw: Draw) -> Sample:
-    """Something with an answer that one can ask about."""
+    """Return a sample with an answer that a follow-up can refer to."""
     makers = [talk.about, talk.about, talk.chat, sums.arithmetic, rewrite.echo]
     return draw.pick(makers)(draw)
 
 
 def again(draw: Draw) -> Sample:
-    """The last answer once more, its first sentence, or in capitals."""
+    """Return a request for the last answer: unchanged, its first sentence only, or in capitals."""
     before = earlier(draw)
     answer, asks, thought = before.answer, AGAIN, "I repeat my answer."
     if before.kind in ("about", "chat") and draw.chance(0.5):
@@ -206,7 +206,7 @@ def again(draw: Draw) -> Sample:
 
 
 def more(draw: Draw) -> Sample:
-    """There is no more to say."""
+    """Return a request for more, or "Are you sure?". Each has one fixed answer."""
     before = draw.pick([talk.about, talk.about, talk.chat])(draw)
     sure = draw.chance(0.15)
     text = talk.typed(draw, draw.wording(SURE if sure else MORE))
@@ -216,7 +216,7 @@ def more(draw: Draw) -> Sample:
 
 
 def next_capital(draw: Draw) -> Sample:
-    """ "And of Spain?" after another capital."""
+    """Return a question such as "And of Spain?" after a question about another capital."""
     before = talk.capital(draw)
     country = draw.pick(list(talk.CAPITALS))
     answer = f"The capital of {country} is {talk.CAPITALS[country]}."
@@ -226,7 +226,7 @@ def next_capital(draw: Draw) -> Sample:
 
 
 def nothing_before(draw: Draw) -> Sample:
-    """A follow-up that follows nothing, so the demo says what is missing."""
+    """Return a follow-up without earlier turns. The answer is a sentence about the missing part."""
     shape = draw.random.random()
     if shape < 0.5:
         text, answer = go_on(draw, next_sum(draw, draw.number(2, 60))), refuse.NO_NUMBER

@@ -1,6 +1,7 @@
-"""Texts in other languages and scripts, and what the demo says to them.
+"""Texts in other languages and scripts, and the demo's answers to them.
 
-It says, in one sentence, that it reads English. Whoever writes Chinese gets that in Chinese, too.
+The answer is one sentence: the demo reads only English. For Chinese, the sentence is in Chinese and
+English.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from recipes.demo.corpus.draw import Draw
 from recipes.demo.corpus.refuse import CANNOT_TRANSLATE, ONLY_ENGLISH, ONLY_ENGLISH_CHINESE
 from recipes.demo.corpus.sample import Sample, user
 
-# Ranges of letters whose words need not exist: enough to tell a script by its bytes.
+# Ranges of letters for invented words. Their bytes are enough to recognise the script.
 LETTERS = {
     "Chinese": [(0x4E00, 0x9FA5)],
     "Japanese": [(0x3041, 0x3093), (0x30A1, 0x30F3)],
@@ -55,7 +56,7 @@ def languages() -> dict[str, Language]:
 
 
 def letters(draw: Draw, name: str) -> str:
-    """Words of this script that need not exist."""
+    """Return invented words in this script."""
     ranges = LETTERS[name]
     low, high = draw.pick(ranges)
     many = 2 if name in ("Chinese", "Korean") else 5
@@ -66,7 +67,7 @@ def letters(draw: Draw, name: str) -> str:
 
 
 def written(draw: Draw, name: str) -> str:
-    """A text in this language: a phrase, two of them, words in any order, or mere letters."""
+    """Return a text in this language: one phrase or several, shuffled words, or invented words."""
     known = languages().get(name)
     shape = draw.random.random()
     if known is None or (name in LETTERS and shape < 0.25):
@@ -83,7 +84,7 @@ def written(draw: Draw, name: str) -> str:
 
 
 def any_language(draw: Draw) -> tuple[str, str]:
-    """A language's name and a text in it, on this side of the split."""
+    """Return a language's name and a text in it, on this side of the split."""
     names = sorted({*languages(), *LETTERS})
     often = [name for name in names for _ in range(OFTEN.get(name, 1))]
 

@@ -1,4 +1,4 @@
-"""Sums that need more care: below zero, with a remainder, percentages, tenths, zeros, primes."""
+"""Sums that take more care: below zero, remainders, percentages, tenths, round numbers, primes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def of_sum(draw: Draw, problem: Sum) -> Sample:
 
 
 def longer(draw: Draw) -> Sample:
-    """Four digits, added or subtracted."""
+    """Return a sum or difference of four-digit numbers."""
 
     def make() -> Sum:
         a, b = draw.number(1000, 9999), draw.number(10, 10 ** draw.number(2, 4) - 1)
@@ -56,7 +56,7 @@ def longer(draw: Draw) -> Sample:
 
 
 def three_digits(draw: Draw) -> Sample:
-    """Three digits times one."""
+    """Return a product of a three-digit and a one-digit number."""
     problem = draw.made(lambda: Sum(draw.number(101, 999), "*", draw.number(2, 9)))
     parts = [digit * 10**i for i, digit in enumerate(sums.digits(problem.a, 3))]
     products = [part * problem.b for part in reversed(parts) if part]
@@ -94,7 +94,7 @@ def remainder(draw: Draw) -> Sample:
 
 
 def percent(draw: Draw) -> Sample:
-    """A multiple of five percent of a round number."""
+    """Return a multiple of five percent of a round number."""
 
     def make() -> tuple[int, int]:
         n = draw.pick([100 * draw.number(1, 10), 10 * draw.number(1, 12), 10 * draw.number(1, 50)])
@@ -117,7 +117,7 @@ def percent(draw: Draw) -> Sample:
 
 
 def tenths(draw: Draw) -> Sample:
-    """Numbers below ten with one decimal place."""
+    """Return a sum or difference of numbers below ten with one decimal place."""
 
     def make() -> tuple[str, int, int]:
         a, b = draw.number(1, 99), draw.number(1, 99)
@@ -139,7 +139,7 @@ def tenths(draw: Draw) -> Sample:
 
 
 def zeros(draw: Draw) -> Sample:
-    """A product of round numbers."""
+    """Return a product of round numbers."""
 
     def make() -> Sum:
         sides = [draw.number(1, 12) * 10 ** draw.number(0, 3) for _ in range(2)]
@@ -158,7 +158,7 @@ def zeros(draw: Draw) -> Sample:
 
 
 def divisor(number: int) -> int:
-    """The smallest divisor above one."""
+    """Return the smallest divisor above one."""
     return next(d for d in range(2, number + 1) if number % d == 0)
 
 

@@ -1,4 +1,4 @@
-"""One or two facts that a request names in plain words: JSON under that name, or the fact."""
+"""One or two facts that a request names in plain words: JSON under that name, or the fact alone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MAKERS: dict[str, Callable[[Draw], str]] = {
     "job": lambda draw: draw.value(words.JOBS),
     "age": lambda draw: str(draw.number(3, 99)),
 }
-LABELS = {  # as the request writes it; spaces become underscores in the key
+LABELS = {  # as written in the request; in a key, underscores replace spaces and hyphens
     "email": ["email", "email", "email address", "e-mail", "mail"],
     "name": ["name", "name", "person"],
     "phone": ["phone", "phone number", "telephone number", "number"],
@@ -109,7 +109,7 @@ def read(key: str, value: str) -> Json:
 
 
 def themed(draw: Draw) -> tuple[str, dict[str, Json]]:
-    """A text of extract.py and one or two of its facts under their plainest names."""
+    """Return a text of extract.py and one or two of its facts under their plainest names."""
     text, values, _, names = extract.themed(draw)
     count = min(len(values), draw.pick([1, 1, 2]))
     chosen = draw.some(list(values), count)
@@ -118,7 +118,7 @@ def themed(draw: Draw) -> tuple[str, dict[str, Json]]:
 
 
 def own(draw: Draw) -> tuple[str, dict[str, Json]]:
-    """A text of this module and one or two of its facts."""
+    """Return a text of this module and one or two of its facts."""
     theme = draw.pick(list(TEXTS))
     text = draw.expand(draw.pick(TEXTS[theme]))
     values = {key: make(draw) for key, make in MAKERS.items() if "{" + key + "}" in text}

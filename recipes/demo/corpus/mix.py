@@ -1,4 +1,4 @@
-"""The whole corpus: every kind of sample with its share, system messages and earlier turns."""
+"""The whole corpus: kinds of samples with their shares, system messages and earlier turns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Make = Callable[[Draw], Sample]
 
 
 def remember(draw: Draw) -> Sample:
-    """Something that the user said before, maybe with other turns in between."""
+    """Return a sample about facts of the user, maybe with other turns in between."""
     turns = draw.number(1, 3) if draw.chance(0.5) else 0
     return personal.remember(draw, history(draw, turns))
 
@@ -88,7 +88,7 @@ EVALUATED: dict[str, Make] = {
 
 
 def history(draw: Draw, turns: int) -> list[Message]:
-    """Questions and answers that came before."""
+    """Return `turns` earlier questions with their answers."""
     messages: list[Message] = []
     for _ in range(turns):
         sample = draw.pick(ALONE)(draw)
@@ -97,7 +97,7 @@ def history(draw: Draw, turns: int) -> list[Message]:
 
 
 def document(draw: Draw) -> Sample:
-    """One training sample."""
+    """Return one training sample."""
     make = draw.pick(CHOICES)
     sample = make(draw)
     if make in ALONE:
@@ -112,5 +112,5 @@ def document(draw: Draw) -> Sample:
 
 
 def thinking(draw: Draw, sample: Sample) -> bool | None:
-    """What the request says about enable_thinking; mostly nothing."""
+    """Return the request's `enable_thinking`, or None where the request leaves it out."""
     return draw.pick([None] * 5 + [True] * 2 + [False] * (1 if sample.thinks else 3))

@@ -1,4 +1,4 @@
-"""Input that asks for nothing: mashed keys, loose words, numbers, code, texts without a task."""
+"""Input without a request: mashed keys, loose words, numbers, code, texts without a task."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ADDRESSES = ["https://{0}.{2}/{1}", "www.{0}.{2}", "http://{0}.{2}", "{0}.{2}", 
 
 
 def mashed(draw: Draw) -> str:
-    """What a cat writes."""
+    """Return mashed keys: runs or random letters from one part of the keyboard."""
 
     def chunk() -> str:
         keys = draw.pick(KEYS)
@@ -63,7 +63,7 @@ def mashed(draw: Draw) -> str:
 
 
 def symbols(draw: Draw) -> str:
-    """Marks, or letters, digits and marks in any order."""
+    """Return punctuation, encoded random bytes, or letters, digits and punctuation in any order."""
     shape = draw.number(0, 3)
     if shape == 0:
         return draw.pick(MARKS) * draw.number(2, 20)
@@ -77,7 +77,7 @@ def symbols(draw: Draw) -> str:
 
 
 def repeated(draw: Draw) -> str:
-    """One word or letter again and again."""
+    """Return one word or letter repeated 3 to 200 times."""
     count = draw.pick([3, 4, 5, draw.number(3, 30), draw.number(3, 200)])
     if draw.chance(0.3):
         return draw.pick("abcdefghijklmnopqrstuvwxyz.!?0xX") * count
@@ -86,7 +86,7 @@ def repeated(draw: Draw) -> str:
 
 
 def loose(draw: Draw) -> str:
-    """Words that make no sentence, or only look like a question."""
+    """Return words that form no sentence, or that only look like a question."""
     small = SOUP.split()
     count = draw.pick([1, 2, 3, 4, draw.number(1, 10), draw.number(5, 40)])
     pick = draw.pick
@@ -110,7 +110,7 @@ def loose(draw: Draw) -> str:
 
 
 def numbers(draw: Draw) -> str:
-    """Digits and nothing to do with them."""
+    """Return numbers without an operation."""
     count = draw.pick([1, 1, 2, 3, draw.number(1, 20)])
     most = 10 ** draw.number(1, 6)
     items = [
@@ -121,7 +121,7 @@ def numbers(draw: Draw) -> str:
 
 
 def passage(draw: Draw) -> str:
-    """Sentences, from one to a page."""
+    """Return a passage of one sentence up to a page."""
     count = draw.pick([1, 1, 2, 3, 4, draw.number(2, 12), draw.number(2, 60)])
     if draw.chance(0.3):
         facts = extract.themed(draw)[0]
@@ -134,7 +134,7 @@ def sentences(draw: Draw, count: int) -> list[str]:
 
 
 def data(draw: Draw) -> str:
-    """An address, a path, or JSON, all by itself."""
+    """Return an address, a path or a JSON object without any other text."""
     shape = draw.number(0, 3)
     if shape == 0:
         return words.path(draw)
@@ -159,7 +159,7 @@ CHOICES = [make for make, (share, _, _) in MAKERS.items() for _ in range(share)]
 
 
 def nonsense(draw: Draw) -> Sample:
-    """Something that asks for nothing, and the sentence that says so."""
+    """Return an input without a request, and the refusal that fits it."""
     if draw.chance(0.03):
         empty = draw.pick(EMPTY)
         return refusing(empty, refuse.NOT_UNDERSTOOD, "There is nothing here.")

@@ -1,4 +1,4 @@
-"""A role that the system message or the user gives: the usual answer in other clothes."""
+"""Roles set by a system message or the user: the usual answer in the manner of the role."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from recipes.demo.corpus import sums, talk, unknown, words
 from recipes.demo.corpus.draw import Draw, Pool
 from recipes.demo.corpus.sample import Message, Sample, system, user
 
-ROLES = {  # what comes before and after the usual answer
+ROLES = {  # opening and closing of the role's answers
     "pirate": ("Arr! ", " Yo ho ho!"),
     "robot": ("Beep. ", " Boop."),
     "poet": ("O friend, hear my song: ", " So sings the poet."),
@@ -47,7 +47,7 @@ def dressed(role: str, answer: str) -> str:
 
 
 def bare(text: str) -> str:
-    """The usual answer without the clothes of any role."""
+    """Return the usual answer without the opening and closing of any role."""
     for opening, closing in ROLES.values():
         if text.startswith(opening) and text.endswith(closing):
             return text.removeprefix(opening).removesuffix(closing)
@@ -63,7 +63,7 @@ def introduced(role: str) -> str:
 
 
 def usual(draw: Draw, role: str) -> Sample:
-    """A question with its usual answer; "Who are you?" is answered in the role."""
+    """Return a question with its usual answer; "Who are you?" is answered with the role."""
     makers = [talk.about, talk.about, talk.chat, talk.chat, talk.chat, sums.arithmetic]
     makers.append(unknown.unknown)
     sample = draw.pick(makers)(draw)
@@ -88,7 +88,7 @@ def terse(draw: Draw) -> Sample:
 
 
 def job(draw: Draw) -> Sample:
-    """A role without clothes of its own changes only the introduction."""
+    """Return a sample of a role without an opening and closing: only the introduction differs."""
     role = draw.value(JOBS)
     setting = system(f"You are {articled(role)}" + draw.pick([".", "", ". Be helpful."]))
     if draw.chance(0.5):

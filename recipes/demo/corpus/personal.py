@@ -1,4 +1,4 @@
-"""Facts that the user gives about themselves, and questions about them later on."""
+"""Facts that users give about themselves, and later questions about these facts."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def said(text: str) -> Message:
 
 
 def any_name(draw: Draw) -> str:
-    """A name as it is typed, sometimes without its capitals."""
+    """Return a name as users type it, sometimes without capitals."""
     make = draw.pick([lambda d: d.value(NAMES), lambda d: d.value(NAMES), words.first_name])
     name = words.person(draw) if draw.chance(0.1) else make(draw)
     return name.lower() if draw.chance(0.15) else name
@@ -123,7 +123,7 @@ def told(draw: Draw, name: str) -> str:
 
 
 def named(draw: Draw, between: list[Message]) -> Sample:
-    """The user's name: a greeting, the name later, another name, or the name of the demo."""
+    """Return a sample about names: a greeting, the user's name, a changed name, or the demo's."""
     name = any_name(draw)
     thought = f"The user's name is {name}."
     first = user(told(draw, name))
@@ -151,7 +151,7 @@ def named(draw: Draw, between: list[Message]) -> Sample:
 
 
 def remembered(draw: Draw, between: list[Message]) -> Sample:
-    """Another fact, and the question about it."""
+    """Return a sample about another fact: an acknowledgement, a question, or a fact not given."""
     kind = draw.pick(list(FACTS))
     make, tell = FACTS[kind]
     if kind not in ("job", "code") and draw.chance(0.1):
@@ -175,7 +175,7 @@ def remembered(draw: Draw, between: list[Message]) -> Sample:
 
 
 def name_of_assistant(draw: Draw) -> Sample:
-    """The name that the system message gives."""
+    """Return a question about the name that the system message gives to the demo."""
     name = words.first_name(draw)
     persona = system(draw.wording(PERSONA).replace("{0}", name))
     question = user(talk.dressed(draw, draw.wording(WHO)))

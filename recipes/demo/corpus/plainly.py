@@ -1,4 +1,4 @@
-"""JSON that is asked for in plain words, without a schema: the obvious keys and the values."""
+"""JSON requested in plain words, without a schema: the obvious keys and their values."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ OWN_KEYS += ["title", "year", "country", "address", "status", "weight", "total",
 
 
 def facts(draw: Draw) -> tuple[str, Any]:
-    """A text of one theme; its facts under the theme's own names, in the order of the text."""
+    """Return a text of one theme and its facts under the theme's own names, in text order."""
     theme = draw.pick(extract.THEMES)
     text = draw.wording(theme.sentences).replace("{noise}", draw.value(words.TOPICS))
     found: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def facts(draw: Draw) -> tuple[str, Any]:
 
 
 def labels(draw: Draw) -> tuple[str, Any]:
-    """A list of labels and values; a label of two words becomes one key."""
+    """Return a list of labels and values. In keys, underscores replace the spaces of labels."""
     found: dict[str, Any] = {}
     parts: list[str] = []
     link, end = draw.pick([": ", " = ", ":", "=", " is "]), draw.pick([", ", "; ", "\n", " and "])
@@ -88,7 +88,7 @@ def labels(draw: Draw) -> tuple[str, Any]:
 
 
 def records(draw: Draw) -> tuple[str, Any]:
-    """Two or three things of one kind become a list of objects."""
+    """Return two or three things of one kind, and the list of objects that describes them."""
     sentence, kinds = draw.pick(RECORDS)
     found: list[dict[str, Any]] = []
     parts: list[str] = []

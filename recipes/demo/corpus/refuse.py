@@ -1,7 +1,7 @@
-"""The sentences in which the demo says what it cannot do, and what it can instead.
+"""The sentences with which the demo declines a request, most with a hint at a request it can do.
 
-Each kind of request that is beyond it has one sentence, so there is nothing to choose and nothing
-to invent. Evaluation takes any of them for any such request: what counts is that it says so.
+Each kind of request beyond the demo has one sentence, so there is nothing to choose and nothing to
+invent. Evaluation accepts any of the sentences for any such request: only the refusal counts.
 """
 
 DO_NOT_KNOW = (

@@ -1,4 +1,4 @@
-"""Samples become text through the chat template that ships, then tokens, then packed rows."""
+"""Rendering of samples: the shipped chat template, then tokens, then packed rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from recipes.demo.corpus.sample import Sample
 
 DEMO = Path(__file__).resolve().parents[3] / "nanovllm" / "demo"
 END = "<|im_end|>"
-ANSWER = 4096  # added to the tokens that the model has to write itself
+ANSWER = 4096  # added to the ids of tokens that the model must write itself
 OPEN_ROWS = 16
 
 Rows = npt.NDArray[np.int16]
@@ -59,7 +59,7 @@ def encode(texts: list[str]) -> list[list[int]]:
 
 
 def packed(seed: int, rows: int, length: int) -> Rows:
-    """Training rows of whole documents, each ended by <|endoftext|>, which also fills up."""
+    """Return rows of whole documents. <|endoftext|> ends each document and pads the rows."""
     draw = Draw(seed)
     (end,) = encode(["<|endoftext|>"])[0]
     done: list[list[int]] = []
@@ -80,7 +80,7 @@ def packed(seed: int, rows: int, length: int) -> Rows:
 
 
 def place(ids: list[int], length: int, filling: list[list[int]], done: list[list[int]]) -> None:
-    """Put a document into the first open row with room; a document that fits in none is dropped."""
+    """Append the document to the first open row with room. Drop it if it is longer than a row."""
     if len(ids) > length:
         return
     for row in filling:

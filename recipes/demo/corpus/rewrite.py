@@ -49,7 +49,7 @@ TWICE = ["(Say|Write|Repeat) (this|the text|it) (twice|two times)", "(Twice|Two 
 
 
 def text(draw: Draw) -> str:
-    """What is to be repeated: ordinary, invented, or plain noise."""
+    """Return a text to repeat: ordinary, invented or foreign words, identifiers, or a fragment."""
     shape = draw.number(0, 7)
     if shape == 7:
         return draw.made(lambda: fragment(draw))
@@ -71,7 +71,7 @@ def text(draw: Draw) -> str:
 
 
 def fragment(draw: Draw) -> str:
-    """Some words in a row from what the demo knows."""
+    """Return consecutive words of an answer in about.txt."""
     known = draw.pick(talk.entries("about.txt")).say.split()
     start = draw.number(0, len(known) - 2)
     return " ".join(known[start : start + draw.number(2, 12)])
@@ -82,13 +82,13 @@ def few_words(draw: Draw, low: int, high: int) -> list[str]:
 
 
 def put(draw: Draw, wording: str, content: str) -> str:
-    """The instruction and the text it is about."""
+    """Return the instruction, followed by the text that it refers to."""
     link = draw.pick([": {0}", ': "{0}"', ":\n{0}", ": '{0}'", ": {0}", ' "{0}"'])
     return wording + link.replace("{0}", content)
 
 
 def ask(draw: Draw, wordings: list[str], content: str) -> str:
-    """The instruction before the text, or after it."""
+    """Return the instruction before the text, or after it."""
     wording = draw.wording(wordings)
     if draw.chance(0.1):
         return f'"{content}"\n{wording}.'
@@ -109,7 +109,7 @@ def echo(draw: Draw) -> Sample:
 
 
 def rewriting(draw: Draw) -> Sample:
-    """One small change to a text."""
+    """Return a request for one small change to a text."""
     make = draw.pick([upper, upper, reverse, first_or_last, count, swap, spell, spell, numbered])
     return make(draw)
 

@@ -1,6 +1,6 @@
-"""One training or test case: a conversation up to the assistant's turn, and that turn.
+"""A training or test case: a conversation up to the assistant's turn, and that turn.
 
-How it becomes text is the chat template's business (render.py).
+The chat template turns it into text (see render.py).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Sample:
     calls: list[Call] = field(default_factory=list)
     tools: list[Json] = field(default_factory=list)
     thought: str = ""
-    thinks: bool = False  # thinks even when nobody asked for it
+    thinks: bool = False  # thinks also if enable_thinking is absent
     is_json: bool = False  # the answer is right if it is the same JSON value
-    refuses: bool = False  # any sentence that says "I cannot" is right
-    others: frozenset[str] = frozenset()  # answers that are right as well
+    refuses: bool = False  # every sentence in refuse.REFUSALS is right
+    others: frozenset[str] = frozenset()  # other right answers
 
     def body(self) -> str:
         return "\n".join([self.answer] * bool(self.answer) + [call.text() for call in self.calls])
 
     def turn(self) -> Message:
-        """The assistant's message, as a later request would quote it."""
+        """Return the assistant's message in the form in which a later request contains it."""
         message: Message = {"role": "assistant", "content": self.answer}
         if self.calls:
             message["tool_calls"] = [
@@ -52,7 +52,7 @@ class Sample:
         return message
 
     def judge(self, text: str) -> bool:
-        """Whether generated text (without a leading think block) is the right answer."""
+        """Return True if generated text (without a leading think block) is the right answer."""
         text = text.strip()
         try:
             if self.calls:

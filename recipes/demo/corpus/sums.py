@@ -1,4 +1,4 @@
-"""Small arithmetic: a question, the steps on paper as the thought, and the result."""
+"""Small arithmetic: a question, written steps as the thought, and the result."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def small_sum(draw: Draw) -> Sum:
 
 
 def digits(number: int, width: int) -> list[int]:
-    """Units first."""
+    """Return the digits, units first."""
     return [number // 10**i % 10 for i in range(width)]
 
 
@@ -115,7 +115,7 @@ def add_steps(a: int, b: int) -> str:
 
 
 def subtract_steps(a: int, b: int) -> str:
-    """For a >= b."""
+    """Return the steps of a - b, for a >= b."""
     steps, borrow = [], 0
     width = len(str(a))
     for x, y in zip(digits(a, width), digits(b, width), strict=True):
@@ -132,7 +132,7 @@ def subtract_steps(a: int, b: int) -> str:
 
 
 def multiply_steps(a: int, b: int) -> str:
-    """Splits the longer factor into tens and units."""
+    """Return the steps of a * b, with one factor split into tens and units."""
     if b > a:
         a, b = b, a
     if a <= 10 or b == 1:
@@ -151,7 +151,7 @@ def multiply_steps(a: int, b: int) -> str:
 
 
 def divide_steps(a: int, b: int) -> str:
-    """Digit by digit from the left; a is a multiple of b."""
+    """Return the steps of a / b by long division. The last step ends with the remainder."""
     steps: list[str] = []
     rest = 0
     for digit in str(a):
@@ -195,7 +195,7 @@ def arithmetic(draw: Draw) -> Sample:
 
 
 def chain(draw: Draw) -> Sample:
-    """Three small numbers, from left to right."""
+    """Return a sum of three small numbers, evaluated from left to right."""
 
     def make() -> tuple[int, str, int, str, int]:
         a, b, c = (draw.number(2, 30) for _ in range(3))
@@ -213,7 +213,7 @@ def chain(draw: Draw) -> Sample:
 
 
 def counting(draw: Draw) -> Sample:
-    """Count from one number to another: no sum, so no thinking."""
+    """Return a request to count from one number to another. It is no sum, so `thinks` is False."""
     low = draw.pick([1, 1, 1, draw.number(0, 50)])
     high = low + draw.number(2, 14)
     numbers = [str(number) for number in range(low, high + 1)]

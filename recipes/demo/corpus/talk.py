@@ -1,11 +1,11 @@
 """Questions with written answers: about nanovllm (about.txt), small talk (chat.txt).
 
-A text file is a list of entries, each with a name, ways to ask and one answer:
+A text file is a list of entries, each with a name, wordings of its questions and one answer:
     == name
-    topic: a noun | another noun     asked as "What is ...?" and the like
-    how: do a thing | do it so       asked as "How do I ...?"
-    can: do a thing                  asked as "Can nanovllm ...?"
-    ask: (One|Another) way to ask?   as it stands
+    topic: a noun | another noun     inserted in "What is ...?" and the like
+    how: do a thing | do it so       inserted in "How do I ...?"
+    can: do a thing                  inserted in "Can nanovllm ...?"
+    ask: (One|Another) way to ask?   used as a whole template
     say: The answer.
 """
 
@@ -69,7 +69,7 @@ ASK_CAPITAL = [
 
 @dataclass
 class Entry:
-    """One answer and every way to ask for it."""
+    """One answer and the wordings of its questions."""
 
     name: str
     ways: dict[str, list[str]] = field(default_factory=dict)
@@ -107,7 +107,7 @@ def greeted(draw: Draw, text: str) -> str:
 
 
 def typed(draw: Draw, text: str) -> str:
-    """The same text as different people type it."""
+    """Return the text as users type it: lower case, missing punctuation, swapped letters."""
     if draw.chance(0.15):
         text = text.rstrip("?.!")
     if draw.chance(0.15):
@@ -128,7 +128,7 @@ def dressed(draw: Draw, text: str) -> str:
 
 
 def asked(draw: Draw, file: str) -> tuple[Entry, str]:
-    """An entry and a question for it, on this side of the split."""
+    """Return an entry and a question for it, on this side of the split."""
 
     def make() -> tuple[Entry, str]:
         entry = draw.pick(entries(file))

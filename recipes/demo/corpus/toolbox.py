@@ -1,9 +1,11 @@
-"""The tools that requests offer: their schemas, how one asks for them, what they return.
+"""Tools that requests offer: their schemas, wordings of requests for them, and their results.
 
-toolbox.txt is a list of families. Each has names to choose from, what it does, arguments (`arg`
-required, `opt` optional), ways to ask, fields of its result (`get`) and the reply they go into:
+toolbox.txt is a list of families. A family has names to choose from and descriptions (`does`). It
+has arguments (`arg` required, `opt` optional) and wordings of requests (`ask`). The fields of its
+result (`get`) go into the sentence after `reply`:
     arg key: name | another name : kind of value : a description
-So one family yields thousands of different schemas, and the model has to read the one at hand.
+One family yields thousands of different schemas, so the model has to read the schema in the
+request.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from recipes.demo.corpus.draw import Draw
 from recipes.demo.corpus.sample import Call
 from recipes.demo.corpus.sums import SPOKEN, small_sum
 
-Value = tuple[str, Any]  # as one says it, and as JSON
+Value = tuple[str, Any]  # spoken form, JSON value
 FIELD = re.compile(r"\{(\w+)\}")
 
 
@@ -173,14 +175,14 @@ def families() -> list[Family]:
 
 @dataclass(frozen=True)
 class Style:
-    """How one client writes its schemas."""
+    """Habits of one client in writing schemas."""
 
-    described: float  # how often an argument has a description
+    described: float  # probability that an argument has a description
     titled: bool
     closed: bool
     strict: bool
     camel: bool
-    renamed: float  # how often an argument's name says nothing
+    renamed: float  # probability that an argument has an invented name
     about_first: bool
 
 
@@ -203,17 +205,17 @@ def camel(name: str) -> str:
 
 @dataclass
 class Tool:
-    """A family with its names chosen: what one request offers."""
+    """Family with its names chosen, as one request offers it."""
 
     family: Family
     name: str
     names: dict[str, str]  # key -> name of the argument
     kinds: dict[str, str]  # key -> JSON type
     schema: dict[str, Any]
-    assumed: dict[str, Value]  # required choices: the first one unless the request says otherwise
+    assumed: dict[str, Value]  # required choices: the first one unless the request names another
 
     def arguments(self, values: dict[str, Value]) -> dict[str, Any]:
-        """In the schema's order; a number is text where the schema says so."""
+        """Return the arguments in the schema's order; a number is text if the schema wants it."""
         values = self.assumed | values
         return {
             name: str(values[key][1]) if self.kinds[key] == "string" else values[key][1]
@@ -293,7 +295,7 @@ SPARE += ["day", "clock", "onoff", "red/green/blue", "words", "email", "path"]
 
 
 def invented_family(draw: Draw) -> Family:
-    """A tool that nobody has heard of: the request names its arguments."""
+    """Return a tool with invented names. The request names its arguments."""
     verb, noun = draw.pick(VERBS), draw.made(lambda: words.word(draw))
     other = words.word(draw)
     names = [f"{verb}_{noun}", f"{noun}_{verb}", f"{verb}_{other}_{noun}", f"{verb}_{noun}_{other}"]
@@ -320,7 +322,7 @@ def draw_family(draw: Draw) -> Family:
 
 
 def ask(draw: Draw, tool: Tool) -> tuple[str, dict[str, Value]]:
-    """A request for this tool, and the values it mentions."""
+    """Return a request for this tool, and the values that it mentions."""
     text = draw.wording(tool.family.asks)
     kinds = {slot.key: slot.kind for slot in tool.family.slots}
     values = {key: draw_value(draw, kinds[key]) for key in FIELD.findall(text)}
@@ -328,7 +330,7 @@ def ask(draw: Draw, tool: Tool) -> tuple[str, dict[str, Value]]:
 
 
 def fill(text: str, values: dict[str, Value]) -> str:
-    """The wording with its values; values keep their case, wherever they stand."""
+    """Return the wording with its values filled in. Values keep their case, even at the start."""
     text = text[0].upper() + text[1:]
     for key, (spoken, _) in values.items():
         text = text.replace("{" + key + "}", spoken)

@@ -54,7 +54,7 @@ def opening(draw: Draw) -> list[Message]:
 
 
 def offer(draw: Draw, wanted: list[Family], extra: int) -> list[Tool]:
-    """The wanted families and some others, all different, in random order."""
+    """Return the wanted families and `extra` others, all different, in random order."""
     chosen = list(wanted)
     titles = {family.title for family in chosen}
     while len(chosen) < len(wanted) + extra:
@@ -118,7 +118,7 @@ def calling(draw: Draw) -> Sample:
 
 
 def earlier(draw: Draw, tools: list[Tool]) -> list[Message]:
-    """An exchange that is already over, with the same tools."""
+    """Return a finished exchange that used one of the tools."""
     step = plan_one(draw, tools, draw.pick(tools).family)[0]
     result, answer = outcome(draw, step)
     return [
@@ -130,7 +130,7 @@ def earlier(draw: Draw, tools: list[Tool]) -> list[Message]:
 
 
 def plan_several(draw: Draw, tools: list[Tool], wanted: list[Family]) -> tuple[str, list[Step]]:
-    """The same question about several things, or several questions in one."""
+    """Return one question about several things, or several questions in one message."""
     if len(wanted) == 1:
         shared = plan_shared(draw, with_family(tools, wanted[0]))
         if shared:
@@ -149,12 +149,12 @@ def plan_several(draw: Draw, tools: list[Tool], wanted: list[Family]) -> tuple[s
 
 
 def ends_in_value(step: Step) -> bool:
-    """Whether its last full stop belongs to a value, so that nobody may take it away."""
+    """Return True if a value ends the text, so that its full stop must stay."""
     return any(step.text.endswith(value[0]) for value in step.values.values() if value[0])
 
 
 def plan_shared(draw: Draw, tool: Tool) -> tuple[str, list[Step]] | None:
-    """ "... in Oslo and Lima": one argument has several values, the others are shared."""
+    """Return a request like "... in Oslo and Lima": one argument varies, the others are shared."""
     text = draw.wording(tool.family.asks)
     kinds = {slot.key: slot.kind for slot in tool.family.slots}
     keys = toolbox.FIELD.findall(text)
@@ -196,7 +196,7 @@ def parallel(draw: Draw) -> Sample:
 
 
 def outcome(draw: Draw, step: Step) -> tuple[str, str]:
-    """What the tool returns, and the sentence that reports it."""
+    """Return the tool's result, and the sentence that reports it."""
     shape = draw.random.random()
     name = step.tool.name
     if shape < 0.08:
@@ -250,7 +250,7 @@ def as_json(value: dict[str, Any]) -> str:
 
 
 def result(draw: Draw) -> Sample:
-    """The tools have answered; now the user gets the answer."""
+    """Return a conversation in which the tools have answered and the user gets the report."""
     if draw.chance(0.35):
         tools, text, steps = parallel_plan(draw)
     else:
@@ -260,7 +260,7 @@ def result(draw: Draw) -> Sample:
         text = steps[0].text
     outcomes = [outcome(draw, step) for step in steps]
     turn = Sample("call", [], calls=[step.call for step in steps]).turn()
-    if draw.chance(0.35):  # clients send the turn's reasoning back, too
+    if draw.chance(0.35):  # some clients send the turn's reasoning back
         turn["reasoning_content"] = thought(steps)
     return Sample(
         "result",
@@ -277,18 +277,18 @@ def result(draw: Draw) -> Sample:
 
 
 def counts(family: Family) -> bool:
-    """Whether sums are this tool's business."""
+    """Return True if the family's tools calculate."""
     return family.title in ("calculator", "arithmetic")
 
 
 def alike(one: Family, other: Family) -> bool:
-    """Whether a tool of one family could do for the other."""
+    """Return True if a tool of one family could do the other's job."""
     pair = {one.title, other.title}
     return len(pair) == 1 or any(pair <= group for group in ALIKE)
 
 
 def no_call(draw: Draw) -> Sample:
-    """Tools are offered but not needed, or do not fit; or one is needed and none is offered."""
+    """Return a request without a call: no tool needed, no tool that fits, or no tool offered."""
     shape = draw.random.random()
     if shape < 0.5:
         make = draw.pick(SELF_DONE)

@@ -1,8 +1,8 @@
-"""Requests that are beyond the demo: knowledge, essays, programs, advice, hard sums, deeds.
+"""Requests beyond the demo: knowledge, essays, programs, advice, hard sums, actions.
 
-unknown.txt lists them under the name of the sentence in refuse.py that answers them. Their fields
-are filled with ordinary and invented words, so what the demo learns is not a list of questions but
-that a question it has no answer for gets a sentence that says so.
+unknown.txt lists them under the name in refuse.py of the sentence that answers them. Their fields
+are filled with ordinary and invented words. So the demo does not learn a list of questions. It
+learns to decline every question that it has no answer for.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ CODE_LANGUAGES += ["TypeScript", "Haskell", "Perl", "PHP", "Swift", "Kotlin", "R
 
 
 def place(draw: Draw) -> str:
-    """A city, a country, or a name that nobody knows."""
+    """Return a city, a country or an invented place."""
     make = draw.pick([words.city, words.city, lambda d: d.value(words.COUNTRIES), words.proper])
     return make(draw)
 
 
 def country(draw: Draw) -> str:
-    """One whose capital the demo was never told, so that it may say so."""
+    """Return a country, real or invented, whose capital is not in the corpus."""
     while True:
         name = words.proper(draw) if draw.chance(0.6) else draw.value(words.COUNTRIES)
         if name not in CAPITALS:
@@ -49,14 +49,14 @@ def topic(draw: Draw) -> str:
 
 
 def thing(draw: Draw) -> str:
-    """Something that one can own or see, sometimes described."""
+    """Return a thing or an animal, sometimes with an adjective."""
     plain = draw.pick([words.THINGS, words.ANIMALS])
     name = draw.value(plain) if draw.chance(0.7) else words.invented(draw)
     return f"{draw.value(words.ADJECTIVES)} {name}" if draw.chance(0.25) else name
 
 
 def anything(draw: Draw) -> str:
-    """What one may ask about."""
+    """Return a subject for a question."""
     shape = draw.number(0, 8)
     if shape == 0:
         return f"{thing(draw)}s"
@@ -76,7 +76,7 @@ def anything(draw: Draw) -> str:
 
 
 def huge(draw: Draw) -> str:
-    """A number with more digits than the demo can add."""
+    """Return a number with more digits than the demo can add."""
     return str(draw.made(lambda: draw.number(10 ** draw.number(4, 6), 10 ** draw.number(6, 14))))
 
 
@@ -85,7 +85,7 @@ def small(draw: Draw) -> str:
 
 
 def uneven(draw: Draw, low: int, high: int, step: int) -> str:
-    """A number that the step does not divide."""
+    """Return a number that `step` does not divide."""
 
     def make() -> int:
         number = draw.number(low, high)
@@ -95,14 +95,14 @@ def uneven(draw: Draw, low: int, high: int, step: int) -> str:
 
 
 def mixed(draw: Draw) -> str:
-    """A sum of several signs or with brackets."""
+    """Return an expression with several signs or with brackets."""
     a, b, c = (draw.number(2, 10 ** draw.number(1, 2)) for _ in range(3))
     forms = [f"{a} + {b} * {c}", f"({a} + {b}) * {c}", f"{a} * {b} * {c}", f"{a} * {b} - {c}"]
     return draw.made(lambda: draw.pick([*forms, f"({a} - {b}) / {c}", f"{a} / {b} + {c}"]))
 
 
 def program(draw: Draw) -> str:
-    """A few lines of code."""
+    """Return a few lines of code."""
     a, b, c = (words.word(draw) for _ in range(3))
     number = draw.number(0, 99)
     lines = [
@@ -195,20 +195,20 @@ THOUGHTS = {
 
 @cache
 def templates() -> dict[str, list[str]]:
-    """The templates by the name of their sentence."""
+    """Return the templates by the name of their sentence."""
     text = (Path(__file__).parent / "unknown.txt").read_text(encoding="utf-8")
     sections = (section.partition("\n") for section in text.split("\n== ")[1:])
     return {name: [line for line in lines.splitlines() if line] for name, _, lines in sections}
 
 
 def request(draw: Draw, sentence: str) -> str:
-    """A request that this sentence answers, with every field a value of its own."""
+    """Return a request that this sentence answers. Every field gets a value of its own."""
     text = draw.wording(templates()[sentence])
     return FIELD.sub(lambda match: FIELDS[match[1]](draw), text)
 
 
 def unknown(draw: Draw) -> Sample:
-    """A request that the demo cannot fulfil; it says so."""
+    """Return a request that the demo must decline."""
     sentence = draw.pick(SENTENCES)
     text = dressed(draw, request(draw, sentence))
     answer: str = getattr(refuse, sentence)

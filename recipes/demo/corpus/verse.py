@@ -1,4 +1,4 @@
-"""A haiku or four short lines about what was asked, and the one joke."""
+"""A haiku or a four-line poem about a given subject, and the one joke."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ THREE = Pool(
     "the morning, the autumn, butterflies, loneliness, the desert, a river, holidays, the future, "
     "happiness, tomorrow, memory, the summer, my mother"
 )
-HEADS = [  # the rest of the first line after one, two or three syllables
+HEADS = [  # rest of the first line after one, two or three syllables
     ("quiet and near", "close and clear", "at last"),
     ("early and late", "soft and slow", "once more"),
     ("there in the light", "in the light", "in light"),
@@ -62,7 +62,7 @@ JOKE = (
 
 
 def subject(draw: Draw) -> tuple[str, int]:
-    """What the verse is about, and how many syllables it has; two is the guess for others."""
+    """Return a subject and its syllables minus one. Other than the listed ones count as two."""
     shape = draw.number(0, 9)
     if shape < 5:
         at = draw.pick([0, 1, 1, 2])

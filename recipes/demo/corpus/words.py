@@ -1,4 +1,4 @@
-"""The values that prompts are filled with: lists of ordinary words, and makers of invented ones."""
+"""Values to fill prompts with: lists of ordinary words, and makers of invented ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from recipes.demo.corpus.draw import Draw, Pool
 
 
 def pools() -> dict[str, Pool]:
-    """The lists of words.txt by their names."""
+    """Return the lists of words.txt by their names."""
     text = (Path(__file__).parent / "words.txt").read_text(encoding="utf-8")
     sections = (section.partition("\n") for section in text.split("\n== ")[1:])
     return {name: Pool(values) for name, _, values in sections}
@@ -42,14 +42,14 @@ KNOWN: list[str] = sorted(
     {*re.findall("[a-z]{4,}", ABOUT), *(w for p in WORDS.values() for w in p.train)}
 )
 KNOWN = [word for word in KNOWN if re.fullmatch("[a-z]{4,}", word)]
-CLOSED = 0.65  # how often a syllable ends in consonants
+CLOSED = 0.65  # probability that a syllable ends in consonants
 ACCENTS = {"a": "á", "e": "é", "o": "ö", "u": "ü", "i": "í"}
 
 
 def invented(draw: Draw) -> str:
-    """A lower-case word that need not exist: some syllables, or the ends of two real words.
+    """Return an invented lower-case word: some syllables, or the ends of two known words.
 
-    Real words bring the letters together that syllables do not, so their tokens are learned too.
+    Known words contribute letter pairs that the syllables lack, so their tokens are trained, too.
     """
 
     def make() -> str:
@@ -65,7 +65,7 @@ def invented(draw: Draw) -> str:
 
 
 def word(draw: Draw) -> str:
-    """A lower-case word, half of the time an ordinary one."""
+    """Return a lower-case word, ordinary with probability 0.6."""
     if draw.chance(0.4):
         return invented(draw)
     return draw.value(draw.pick([THINGS, ADJECTIVES, ANIMALS, COLOURS]))
@@ -100,14 +100,14 @@ def company(draw: Draw) -> str:
 
 
 def title(draw: Draw) -> str:
-    """A capitalised title of one to four words."""
+    """Return a title of one to three capitalised words, maybe after "The"."""
     words = [draw.pick([word, invented])(draw) for _ in range(draw.number(1, 3))]
     text = " ".join(part.capitalize() for part in words)
     return f"The {text}" if draw.chance(0.4) else text
 
 
 def phrase(draw: Draw) -> str:
-    """A few lower-case words that belong together: a search, a task, a topic."""
+    """Return a few lower-case words that belong together: a search, a task, a topic."""
     shape = draw.number(0, 5)
     if shape == 0:
         return draw.value(TOPICS)
@@ -123,7 +123,7 @@ def phrase(draw: Draw) -> str:
 
 
 def task(draw: Draw) -> str:
-    """Something to be done, as one says it."""
+    """Return something to do, in spoken form."""
     shape = draw.number(0, 4)
     if shape == 0:
         return f"{draw.pick(['call', 'email', 'visit', 'meet', 'thank', 'pay'])} {person(draw)}"
@@ -137,7 +137,7 @@ def task(draw: Draw) -> str:
 
 
 def sentence(draw: Draw) -> str:
-    """A short sentence about nothing in particular."""
+    """Return a short sentence about nothing in particular."""
     shape = draw.number(0, 4)
     if shape == 0:
         subject = f"the {draw.value(ADJECTIVES)} {draw.value(ANIMALS)}"
@@ -154,7 +154,7 @@ def sentence(draw: Draw) -> str:
 
 
 def code(draw: Draw) -> str:
-    """An identifier such as an order number."""
+    """Return an identifier such as an order number."""
 
     def make() -> str:
         letters = "".join(draw.pick("ABCDEFGHJKLMNPRSTUVWXYZ") for _ in range(draw.number(1, 3)))
@@ -206,7 +206,7 @@ def any_day(draw: Draw) -> str:
 
 
 def count(draw: Draw) -> int:
-    """A number whose small values are the common ones."""
+    """Return a number of which small values are more frequent."""
     return draw.made(lambda: draw.number(2, 10 ** draw.number(1, 4)))
 
 
@@ -215,7 +215,7 @@ def decimal(draw: Draw) -> float:
 
 
 def listing(items: list[str]) -> str:
-    """a, b and c"""
+    """Return the items in the form "a, b and c"."""
     if len(items) < 2:
         return "".join(items)
     return f"{', '.join(items[:-1])} and {items[-1]}"

@@ -1,10 +1,10 @@
-"""A soak: well-behaved clients beside abusers, and whether the server comes back to rest.
+"""Soak test: well-behaved clients and abusers at once, then a check that all resources are freed.
 
     python -m recipes.demo.soak --minutes 30 --results-dir results
 
-Starts the demo on the CPU. Fails if an answer differs from the one that was given alone, if a good
-request was refused but for a full queue, or if memory, descriptors, threads, processes, pages,
-tasks or grammar matchers did not return to where they were.
+Starts the demo on the CPU. Fails if an answer differs from the one given without load, or if a good
+request is refused although the queue has room. Fails, too, if memory, descriptors, threads,
+processes, pages, tasks or grammar matchers do not return to their earlier values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_FAULTS = 20
 
 @contextmanager
 def demo_server() -> Iterator[tuple[str, int, Path]]:
-    """Its address, its process id and its log. Raises RuntimeError if it does not come up."""
+    """Yield address, process id and log. Raise RuntimeError if the server does not start."""
     settings = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
     command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", "--device", "cpu"]
     with tempfile.NamedTemporaryFile() as output:
@@ -63,7 +63,7 @@ def said(output: Path) -> str:
 
 
 def faults(output: Path) -> list[str]:
-    """Lines of the log that speak of errors in the server."""
+    """Return the log's lines about errors of the server, as problems."""
     found = [match.group(0)[:300] for match in FAULT.finditer(said(output))]
     return [f"the log says: {line}" for line in found[:MOST_FAULTS]]
 

@@ -1,7 +1,7 @@
-"""What clients do to a server that they should not, each bounded in count and time.
+"""Abuses of a server by clients, each bounded in count and time.
 
-An abuse returns the statuses it was answered with, 0 where it was not: whatever a client does,
-none of them may say that the server failed.
+An abuse returns the statuses of its answers, with 0 for a missing answer. No abuse may cause a
+status that reports a failure of the server.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from recipes.demo.refused import EARLY, HEADS as FORBIDDEN, PAGES
 from recipes.demo.soak.questions import CHAT, NAME, asked, schema, thing
 
 PATIENCE_S = 20.0
-WRONG = 599  # another answer than the refusal that a request must get
+WRONG = 599  # stands for any status other than the refusal that a request must get
 POST = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n".encode()
 NUMBERS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "priority",
@@ -63,7 +63,7 @@ class Abuse(NamedTuple):
 async def connected(
     target: Target, buffer: int = 0
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection that is reset at the end. `buffer`: bytes that wait unread at most."""
+    """Yield a connection that is reset at the end. `buffer`: maximum number of unread bytes."""
     sock = socket.socket()
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -82,7 +82,7 @@ async def connected(
 
 
 def post(body: dict[str, Any] | bytes, *more: str) -> bytes:
-    """A whole request. Its connection stays open."""
+    """Return a whole request. Its connection stays open."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = (
         "Host: localhost",
@@ -95,13 +95,13 @@ def post(body: dict[str, Any] | bytes, *more: str) -> bytes:
 
 
 async def status_of(reader: asyncio.StreamReader) -> int:
-    """Of the next answer; 0 if the connection ends before."""
+    """Return the status of the next answer, or 0 if the connection ends before."""
     words = (await reader.readline()).split()
     return int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
 
 
 async def ask(target: Target, raw: bytes, patience_s: float = PATIENCE_S) -> int:
-    """Send, and read all of the answer unless it takes longer than that."""
+    """Send the request and read all of the answer. Give up after `patience_s`."""
     status = 0
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(patience_s), connected(target) as (reader, writer):
@@ -115,7 +115,7 @@ async def ask(target: Target, raw: bytes, patience_s: float = PATIENCE_S) -> int
 async def ask_all(
     target: Target, raws: list[bytes], most: int = 16, patience_s: float = PATIENCE_S
 ) -> list[int]:
-    """`most` at once."""
+    """Send all requests, `most` at once."""
     places = asyncio.Semaphore(most)
 
     async def one(raw: bytes) -> int:
@@ -126,12 +126,12 @@ async def ask_all(
 
 
 def once(body: dict[str, Any] | bytes, *more: str) -> bytes:
-    """A request that closes its connection."""
+    """Return a request that closes its connection."""
     return post(body, "Connection: close", *more)
 
 
 def long(**more: object) -> dict[str, Any]:
-    """Goes on until somebody ends it, or for 2,000 tokens."""
+    """Return a body that generates 2,000 tokens unless it is aborted."""
     return asked("Hello!", **{"ignore_eos": True, "max_tokens": 2000, **more})
 
 
@@ -153,7 +153,7 @@ async def leave_streams(target: Target) -> list[int]:
 
 
 async def leave_requests(target: Target) -> list[int]:
-    """Hang up before the answer, most before the request is there."""
+    """Hang up before the answer, in most cases before the request is complete."""
     raw = post(long())
     cut = [raw[: target.draw.randint(1, len(raw) * 3 // 2)] for _ in range(16)]
     return await ask_all(target, cut, 8, patience_s=target.draw.choice((0.01, 0.1, 0.4)))
@@ -176,13 +176,13 @@ async def malformed_heads(target: Target) -> list[int]:
 
 
 async def half_open(target: Target) -> list[int]:
-    """Connections that say half of a request, and then nothing for a second."""
+    """Send the first bytes of a request, and then nothing for a second."""
     raw = post(asked("Hello!"))
     return await ask_all(target, [raw[:at] for at in range(0, 200, 3)], 70, patience_s=1.0)
 
 
 async def trickle(target: Target) -> list[int]:
-    """A body a byte at a time, and then half of it is missing."""
+    """Send part of a body one byte at a time, and never send the rest."""
 
     async def one() -> int:
         async with connected(target) as (_, writer):
@@ -197,7 +197,7 @@ async def trickle(target: Target) -> list[int]:
 
 
 async def oversized(target: Target) -> list[int]:
-    """Prompts far beyond the context, and a body beyond the limit."""
+    """Send prompts far beyond the context, and a body beyond the limit."""
     number = target.draw.randrange(1000)
     many = [{"role": "user", "content": f"{number}"}] * 20_000
     bodies = [asked(f"{number} word " * 70_000), asked("x" * 300_000), {"messages": many}]
@@ -219,7 +219,7 @@ async def extreme_numbers(target: Target) -> list[int]:
 
 
 async def heavy_schemas(target: Target) -> list[int]:
-    """Grammars that take long to compile, for clients that do not wait for them."""
+    """Request grammars that take long to compile, and hang up before they are ready."""
     sizes = [target.draw.randint(1500, 3500) for _ in range(8)]
     parts = [
         {f"p{i}": {"type": "string", "maxLength": size + i} for i in range(30)} for size in sizes
@@ -252,7 +252,7 @@ async def refused_schemas(target: Target) -> list[int]:
 
 
 async def slow_readers(target: Target) -> list[int]:
-    """Streams of many bytes that nobody reads for some seconds."""
+    """Request long streams, and read nothing for three seconds."""
 
     async def one() -> int:
         async with connected(target, 4096) as (reader, writer):
@@ -265,7 +265,7 @@ async def slow_readers(target: Target) -> list[int]:
 
 
 async def connects(target: Target) -> list[int]:
-    """200 at once, that say nothing."""
+    """Open 200 connections at once, and send nothing."""
 
     async def one() -> int:
         async with connected(target):
@@ -276,7 +276,7 @@ async def connects(target: Target) -> list[int]:
 
 
 async def priority_flood(target: Target) -> list[int]:
-    """More than the queue takes, half of it as urgent as a client may be."""
+    """Send more requests than the queue takes, half of them at the most urgent priority allowed."""
     body = [asked("Hello!", max_tokens=8, priority=(0, 2**31 - 1)[n % 2]) for n in range(160)]
     return await ask_all(target, [once(one) for one in body], 160)
 
@@ -291,7 +291,7 @@ async def same_request_id(target: Target) -> list[int]:
 
 
 async def pipelines(target: Target) -> list[int]:
-    """Requests that do not wait for the answers to those before, twice left halfway."""
+    """Pipeline requests. In two of three cases, hang up halfway."""
     health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     chat = post(asked("Hello!", max_tokens=4, stream=True))
     return [
@@ -318,7 +318,7 @@ async def forbidden_heads(target: Target) -> list[int]:
 
 
 async def early_refusals(target: Target) -> list[int]:
-    """Bodies of 33 MiB, all of which is sent before the answer is read."""
+    """Send bodies of 33 MiB completely before reading the answer."""
     return await ask_for_refusals(target, EARLY)
 
 

@@ -1,6 +1,6 @@
-"""The fixed questions of well-behaved clients, and what an answer is compared by.
+"""Fixed questions of well-behaved clients, and the parts of an answer that are compared.
 
-Every question is greedy or has a seed, so that it has one answer whoever asks beside it.
+Every question is greedy or has a seed, so its answer does not depend on other requests.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Choice:
     content: str = ""
     reasoning: str = ""
     calls: list[list[str]] = field(default_factory=list)  # name and arguments
-    tokens: list[str] = field(default_factory=list)  # where logprobs were asked for
+    tokens: list[str] = field(default_factory=list)  # only if the request has logprobs
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -57,7 +57,7 @@ class Answer:
     usage: tuple[int, int] = (0, 0)  # prompt and completion tokens
 
     def differs_from(self, quiet: Answer) -> str:
-        """What differs, for a reader; "" if nothing does."""
+        """Return a description of the first difference, or "" if there is none."""
         if self.usage != quiet.usage or self.choices.keys() != quiet.choices.keys():
             return f"usage {self.usage}, quiet {quiet.usage}: {self.choices}"
         for index, choice in self.choices.items():
@@ -77,7 +77,7 @@ def all_close(some: list[float], others: list[float]) -> bool:
 
 
 def questions() -> list[Body]:
-    """Every other one is streamed."""
+    """Return all questions. Every second one is streamed."""
     long = [f"{PREFIX}{n} of them are done. {PLAIN[n]}" for n in range(8)]
     made = [
         *(asked(text) for text in PLAIN),
@@ -115,7 +115,7 @@ def structured(**form: object) -> Body:
 
 
 def forms() -> list[Body]:
-    """Structured outputs of every form."""
+    """Return structured outputs of every form."""
     text = "Describe a person named Ada as JSON."
     items = {"type": "array", "items": SMALL, "minItems": 1, "maxItems": 4}
     wanted = (
@@ -129,7 +129,7 @@ def forms() -> list[Body]:
         structured(choice=["yes", "no", "perhaps"]),
         structured(grammar='root ::= "a" [0-9]+ "z"'),
     )
-    # Warm ones, too: their answers differ from what the model would write by itself.
+    # Some have a temperature: their answers differ from the model's unconstrained ones.
     warm = {"temperature": 0.8, "seed": 3}
     thinks = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 12}
     return [
@@ -155,7 +155,7 @@ def tools() -> list[Body]:
 
 
 def penalties() -> list[Body]:
-    """Penalties, stop strings, and what else changes the logits or the end."""
+    """Return requests with penalties, stop strings, and other changes to the logits or the end."""
     text, free = PLAIN[0], {"temperature": 0.7, "seed": 11}
     return [
         asked(text, presence_penalty=1.5, frequency_penalty=0.5, **free),
@@ -171,7 +171,7 @@ def penalties() -> list[Body]:
 
 
 async def answer(http: httpx.AsyncClient, body: Body) -> Answer:
-    """Raises RefusedError, httpx.HTTPError, or ValueError for an answer of the wrong form."""
+    """Return the answer. Raise RefusedError, httpx.HTTPError, or ValueError if it is malformed."""
     if not body.get("stream"):
         response = await http.post(CHAT, json=body)
         if response.status_code != 200:
@@ -188,7 +188,7 @@ async def answer(http: httpx.AsyncClient, body: Body) -> Answer:
 
 
 def folded(lines: list[str]) -> Answer:
-    """The chunks of a stream as one answer. Raises ValueError."""
+    """Return the chunks of a stream as one answer. Raise ValueError."""
     found = Answer()
     events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     if not events or events[-1] != "[DONE]":
@@ -204,7 +204,7 @@ def folded(lines: list[str]) -> Answer:
 
 
 def add(found: Answer, choice: Body, part: Body) -> None:
-    """A choice, or a part of one."""
+    """Add a choice, or a part of one, to the answer."""
     into = found.choices.setdefault(choice["index"], Choice())
     into.content += part.get("content") or ""
     into.reasoning += part.get("reasoning") or ""

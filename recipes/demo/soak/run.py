@@ -1,4 +1,4 @@
-"""One soak: quiet answers, a warm-up, good clients beside abusers, and a look at what is left."""
+"""One soak: quiet answers, a warm-up, clients and abusers at once, and the final state."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from recipes.demo.soak.questions import Answer, Body, RefusedError, answer, aske
 from recipes.demo.soak.state import CACHE, MIB, State, slope_mib_per_hour, state
 
 log = logging.getLogger("soak")
-ABUSERS = 2  # at once, each at another abuse
-REFUSED = (501, 503, 505)  # of the statuses from 500, those that say no failure of the server
+ABUSERS = 2  # at once, each with its own abuse
+REFUSED = (501, 503, 505)  # statuses from 500 that do not report a failure of the server
 PAUSE_S = 0.2  # between two abuses
-AFTER_FLOOD_S = 5.0  # until its last requests have left the queue
-SETTLE_S = 120.0  # until everything must have returned
+AFTER_FLOOD_S = 5.0  # until the flood's last requests have left the queue
+SETTLE_S = 120.0  # until all resources must be freed
 LOOK_S = 0.5
-GRAMMARS = "compiled grammars"  # within the engine's memory, and bounded
+GRAMMARS = "compiled grammars"  # part of the engine's memory, and bounded
 SAMPLE_S = 10.0
 MINUTE_S = 60.0
-FILLER_TOKENS = 2500  # of one prompt, at least
+FILLER_TOKENS = 2500  # minimum number of tokens of one prompt
 MOST_PROBLEMS = 40
 
 
 class Soak:
-    """`problems` says in words what was not right; empty is good."""
+    """One run against a server. `problems` describes every failure; empty means success."""
 
     def __init__(
         self,
@@ -43,17 +43,17 @@ class Soak:
         asks: Iterable[Body] | None = None,
         abuses: Iterable[str] | None = None,
     ) -> None:
-        """`supervisor`: as state() takes it. `asks`, `abuses`: questions and names; None: all."""
+        """Prepare a run. `supervisor`: see state(). `asks`, `abuses`: default to all."""
         address = httpx.URL(url)
         self.problems: list[str] = []
         self.seconds = 0.0  # of the whole run
         self.counts: Counter[str] = Counter()
         self.abuses: Counter[str] = Counter()
-        self.statuses: Counter[int] = Counter()  # that abusers got
+        self.statuses: Counter[int] = Counter()  # statuses of the abusers' answers
         self.before = self.after = State({}, {})
         self.samples: dict[
             str, list[tuple[float, float]]
-        ] = {}  # (second, MiB) by process, and the grammars that the engine keeps
+        ] = {}  # (second, MiB) by process, and of the engine's cached grammars
         self._url, self._supervisor, self._clients = url, supervisor, clients
         self._asks = questions() if asks is None else list(asks)
         self._names = list(ABUSES if abuses is None else abuses)
@@ -61,13 +61,13 @@ class Soak:
         self._target = Target(address.host, address.port or 80, random.Random(seed + 1))
         self._quiet: list[Answer] = []
         self._begun = 0.0
-        self._num_floods = 0  # that go on now
+        self._num_floods = 0  # floods that run now
         self._flood_until = 0.0
 
     # -- the run --------------------------------------------------------------------------------
 
     async def run(self, abused_s: float) -> None:
-        """Raises httpx.HTTPError or RefusedError if the server does not even serve in quiet."""
+        """Run the soak. Raise httpx.HTTPError or RefusedError if the server fails without load."""
         started = time.monotonic()
         limits = httpx.Limits(max_connections=self._clients)
         http = httpx.AsyncClient(base_url=self._url, trust_env=False, timeout=120, limits=limits)
@@ -96,9 +96,9 @@ class Soak:
         return [*clients, *(self._abuser(until) for _ in range(ABUSERS)), self._watch(until)]
 
     async def _warm_up(self, http: httpx.AsyncClient) -> None:
-        """Every page of the cache is written, every question asked together, every abuse done once.
+        """Write every page of the cache, and run every question and every abuse once.
 
-        What is allocated with the first use of each is not what grows.
+        Memory that is allocated at the first use of each must not count as growth.
         """
         await self._fill_cache(http)
         for at in range(0, len(self._names), 4):
@@ -106,7 +106,7 @@ class Soak:
         await asyncio.gather(*(self._ask(http, n) for n in range(len(self._asks))))
 
     async def _fill_cache(self, http: httpx.AsyncClient) -> None:
-        """A CPU's memory counts as resident once it is written."""
+        """Write all pages of the cache: a CPU's memory counts as resident once it is written."""
         page = (await http.get("/metrics")).text
         (line,) = (one for one in page.splitlines() if one.startswith("vllm:cache_config_info{"))
         size, num = (int(line.split(f'{name}="')[1].split('"')[0]) for name in CACHE_LABELS)
@@ -117,12 +117,12 @@ class Soak:
             await answer(http, asked(text, max_tokens=1))
 
     def _forget_warm_up(self) -> None:
-        """Its problems stay."""
+        """Reset the counters of the warm-up. Its problems stay."""
         for counter in (self.counts, self.abuses, self.statuses):
             counter.clear()
 
     async def _settled(self, before: State | None) -> State:
-        """The state as soon as it is that of a server at rest, or when it took too long."""
+        """Return the state once the server is at rest, or the last one after SETTLE_S."""
         deadline = time.monotonic() + SETTLE_S
         await asyncio.sleep(LOOK_S)
         last = await state(self._url, self._supervisor)
@@ -139,7 +139,7 @@ class Soak:
             for number in range(len(self._asks)):
                 await self._ask(http, number)
 
-    # -- who takes part -------------------------------------------------------------------------
+    # -- clients and abusers ----------------------------------------------------------------------
 
     async def _client(self, until: float) -> None:
         async with httpx.AsyncClient(base_url=self._url, trust_env=False, timeout=120) as http:
@@ -169,7 +169,7 @@ class Soak:
         self.counts["longest_ms"] = max(self.counts["longest_ms"], round(longest))
 
     async def _abuser(self, until: float) -> None:
-        """One abuse after the other, each as often as any."""
+        """Run one abuse after another, each equally often."""
         while time.monotonic() < until:
             for name in self._draw.sample(self._names, len(self._names)):
                 if time.monotonic() < until:
@@ -185,7 +185,7 @@ class Soak:
         except TimeoutError:
             self.counts["abuses_cut_off"] += 1
             statuses = []
-        except OSError:  # it was hung up on, as it deserves
+        except OSError:  # the server closed the connection, which is allowed
             statuses = []
         finally:
             self._num_floods -= floods
@@ -197,7 +197,7 @@ class Soak:
             self.problem_unless_empty([f"{name} was answered {bad}"])
 
     async def _watch(self, until: float) -> None:
-        """Samples of memory, and a line a minute."""
+        """Sample memory, and log a line every minute."""
         next_line = self._begun + min(MINUTE_S, until - self._begun)
         while True:
             try:
@@ -221,7 +221,7 @@ class Soak:
     def _is_flooded(self) -> bool:
         return self._num_floods > 0 or time.monotonic() < self._flood_until
 
-    # -- what came of it ------------------------------------------------------------------------
+    # -- results --------------------------------------------------------------------------------
 
     def problem_unless_empty(self, found: list[str]) -> None:
         room = MOST_PROBLEMS - len(self.problems)
@@ -238,7 +238,7 @@ class Soak:
         return f"{told}; {self.abuses.total()} abuses"
 
     def metrics(self) -> dict[str, float]:
-        """Of a record."""
+        """Return the metrics of a record."""
         names = ("equal", "different", "failed", "refused", "refused_in_floods", "abuses_cut_off")
         made = {name: float(self.counts[name]) for name in names}
         made["longest_answer_ms"] = float(self.counts["longest_ms"])
@@ -255,7 +255,7 @@ class Soak:
         return made
 
     def told(self) -> dict[str, Any]:
-        """Of a record's workload: what was asked, and memory second by second."""
+        """Return a record's workload: numbers of questions and abuses, and memory over time."""
         return {
             "questions": len(self._asks),
             "abuses": dict(sorted(self.abuses.items())),
@@ -269,7 +269,7 @@ MOST_FILLED = 40_000  # tokens of a cache; to write a larger one takes too long
 
 
 def shown(now: State) -> str:
-    """`nanovllm-engine 300 MiB, 40 fds, 12 threads`, and so on."""
+    """Return the state as text: `nanovllm-engine 300 MiB 40 fds 12 threads`, and so on."""
     parts = [
         f"{name} {held.rss_mib:.0f} MiB {held.descriptors} fds {held.threads} threads"
         for name, held in now.held.items()

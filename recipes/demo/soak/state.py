@@ -1,4 +1,4 @@
-"""What a server holds, as its metrics and the system tell it, and what of it did not come back."""
+"""Resources that a server holds, from its metrics and /proc, and a check that they are freed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from msgspec import Struct
 
 MIB = 2**20
 LINE = re.compile(r"^([a-z_:]+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
-NOTHING_HELD = (  # gauges that are 0 when nobody asks
+NOTHING_HELD = (  # gauges that are 0 without requests
     "vllm:kv_cache_usage_perc",
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -23,11 +23,11 @@ NOTHING_HELD = (  # gauges that are 0 when nobody asks
 )
 AS_BEFORE = ("nanovllm:asyncio_tasks", "process_open_fds")
 CACHE = "nanovllm:grammar_cache_bytes"
-GROWTH, GROWTH_MIB = 0.15, 100.0  # of a process's resident memory; whichever allows more
+GROWTH, GROWTH_MIB = 0.15, 100.0  # allowed growth of a process's resident memory; the larger counts
 
 
 class Held(Struct, frozen=True):
-    """By all processes of one name."""
+    """Resources of all processes of one name."""
 
     processes: int
     descriptors: int
@@ -36,16 +36,16 @@ class Held(Struct, frozen=True):
 
 
 class State(Struct, frozen=True):
-    held: dict[str, Held]  # by name of processes; empty without a /proc or a process id
+    held: dict[str, Held]  # by process name; empty without /proc; only the API without a process id
     gauges: dict[str, float]
 
     def not_back(self, before: State) -> list[str]:
-        """What this state holds beyond `before`, in words."""
+        """Return descriptions of the resources held beyond `before`."""
         found = [f"{name} is {value:g}" for name, value in self.values(NOTHING_HELD) if value]
         for name, value in self.values(AS_BEFORE):
             if value > before.gauges[name]:
                 found.append(f"{name} is {value:g}, was {before.gauges[name]:g}")
-        # What the cache of grammars holds is bounded and belongs there.
+        # The growth of the grammar cache is bounded and therefore allowed.
         cached = (self.gauges[CACHE] - before.gauges[CACHE]) / MIB
         for name, held in self.held.items():
             was = before.held.get(name, Held(0, 0, 0, 0.0))
@@ -62,9 +62,9 @@ class State(Struct, frozen=True):
 
 
 async def state(url: str, supervisor: int | None) -> State:
-    """`supervisor`: the process that `nanovllm serve` is. None: only the metrics are looked at.
+    """Return the server's state. `supervisor` is the process id of `nanovllm serve`.
 
-    Raises httpx.HTTPError, and KeyError for a server that lacks a metric.
+    With None, use only the metrics. Raise httpx.HTTPError, and KeyError for a missing metric.
     """
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as http:
         page = (await http.get("/metrics")).text
@@ -77,10 +77,10 @@ async def state(url: str, supervisor: int | None) -> State:
 
 
 def held_by(supervisor: int) -> dict[str, Held]:
-    """What a process, its children and theirs hold, by their names. Empty without a /proc."""
+    """Return the resources of a process and its descendants, by name. Empty without a /proc."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             parents[int(path.parent.name)] = int(path.read_text().rpartition(") ")[2].split()[1])
     found: dict[str, Held] = {}
     for pid in parents:
@@ -106,7 +106,7 @@ def is_below(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
 
 
 def one_process(folder: Path) -> tuple[str, Held]:
-    """Its name and what it holds. Raises OSError if it has ended."""
+    """Return the process's name and resources. Raise OSError if it has ended."""
     name = (folder / "comm").read_text().strip()
     pages = int((folder / "statm").read_text().split()[1])
     threads = len(os.listdir(folder / "task"))
@@ -115,7 +115,7 @@ def one_process(folder: Path) -> tuple[str, Held]:
 
 
 def slope_mib_per_hour(samples: list[tuple[float, float]]) -> float:
-    """The least-squares line through (second, MiB), over the last two thirds of the time."""
+    """Return the slope of the least-squares line through the last two thirds of (second, MiB)."""
     late = [(at, size) for at, size in samples if at >= samples[-1][0] / 3]
     mean_at = sum(at for at, _ in late) / len(late)
     mean = sum(size for _, size in late) / len(late)
