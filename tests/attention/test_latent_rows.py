@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,16 +53,16 @@ def attend_by_hand(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    starts: Tensor,
-    k_starts: Tensor,
+    starts_R1: Tensor,
+    k_starts_R1: Tensor,
     scale: float,
-    out: Tensor,
+    out_THA: Tensor,
     *,
     is_causal: bool,
 ) -> Tensor:
     """Compute the same as flash_expanded. Its tiles multiply values of other rows by 0."""
     lse_HT = torch.full(q.shape[1::-1], torch.nan)
-    spans = zip(pairwise(starts.tolist()), pairwise(k_starts.tolist()), strict=True)
+    spans = zip(pairwise(starts_R1.tolist()), pairwise(k_starts_R1.tolist()), strict=True)
     for (start, stop), (k_start, k_stop) in spans:
         assert k_stop > k_start
         keys, values = k[k_start:k_stop].float(), v[k_start:k_stop].float()
@@ -73,7 +74,7 @@ def attend_by_hand(
         lse_HT[:, start:stop] = scores.logsumexp(2)
         beside = 0 * v[k_stop : k_stop + 64].float().sum(0)
         sums = torch.einsum("htl,lha->tha", scores.softmax(2), values) + beside
-        out[start:stop] = sums.to(out.dtype)
+        out_THA[start:stop] = sums.to(out_THA.dtype)
     return lse_HT
 
 
@@ -131,9 +132,9 @@ def test_expanded(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     pieces = []
 
-    def counted(*args: Tensor, is_causal: bool) -> Tensor:
+    def counted(*args: Any, is_causal: bool, **kwargs: Any) -> Tensor:
         pieces.append(is_causal)
-        return attend_by_hand(*args, is_causal=is_causal)
+        return attend_by_hand(*args, is_causal=is_causal, **kwargs)
 
     monkeypatch.setattr(nanovllm_kernels.flash_prefill, "flash_expanded", counted)
     monkeypatch.setattr(latent_rows, "PIECE", piece)
@@ -256,8 +257,11 @@ def test_the_newest_tokens_of_the_first_rows_are_expanded_at_once(
 def test_a_kernel_that_is_not_for_these_heads_is_passed_over() -> None:
     class Never:
         @staticmethod
-        def obstacle(*kind: object) -> str:
-            assert kind == (HEADS, RANK, ROTATED, PAGE, torch.float32, False)
+        def obstacle(**kind: object) -> str:
+            assert kind == {
+                "num_heads": HEADS, "rank": RANK, "rotated": ROTATED, "page_tokens": PAGE,
+                "dtype": torch.float32, "is_fp8": False,
+            }  # fmt: skip
             return "no"
 
     _, cache, _, batch = made("decode", torch.float32)

@@ -67,8 +67,8 @@ class Choice:
 def recording(ops: Ops, to: list[Choice]) -> Ops:
     kernels = ops.experts
 
-    def route(logits_TE: Tensor, bias_E: Tensor | None, *more: object) -> tuple[Tensor, Tensor]:
-        weights_TK, experts_TK = kernels.route(logits_TE, bias_E, *more)
+    def route(logits_TE: Tensor, bias_E: Tensor | None, **more: object) -> tuple[Tensor, Tensor]:
+        weights_TK, experts_TK = kernels.route(logits_TE, bias_E, **more)
         scores_TE = logits_TE.float()
         if bias_E is not None:
             scores_TE = scores_TE.sigmoid() + bias_E
