@@ -88,9 +88,9 @@ class Cache:
         return memory[0, :, :, :end], memory[1, :, :, :end]
 
 
+# Keys that a query attends to: a mask over packed rows (sparse on a GPU, dense elsewhere), or all
+# keys of a cache, for one new token.
 Where = BlockMask | Tensor | Cache
-"""What a query may look at: a mask over packed rows (sparse on a GPU, dense elsewhere), or all
-that a cache holds, for one new token."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, where: Where) -> Tensor:

@@ -72,7 +72,7 @@ KINDS: dict[str, Callable[[Draw], Sample]] = {
 
 
 def questions(turn: int, count: int) -> list[Body]:
-    """Return `count` questions of each kind, kinds alternating, half greedy. Turns share none."""
+    """Return `count` new questions of each kind for this turn, kinds alternating, half greedy."""
     draw = Draw(SEED + turn, held=True)
     return [body(make(draw), number) for number in range(count) for make in KINDS.values()]
 

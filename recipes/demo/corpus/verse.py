@@ -62,7 +62,7 @@ JOKE = (
 
 
 def subject(draw: Draw) -> tuple[str, int]:
-    """Return a subject and its syllables minus one. Other than the listed ones count as two."""
+    """Return a subject and its syllables minus one. Unlisted subjects count as two syllables."""
     shape = draw.number(0, 9)
     if shape < 5:
         at = draw.pick([0, 1, 1, 2])

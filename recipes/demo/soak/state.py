@@ -77,7 +77,7 @@ async def state(url: str, supervisor: int | None) -> State:
 
 
 def held_by(supervisor: int) -> dict[str, Held]:
-    """Return the resources of a process and its descendants, by name. Empty without a /proc."""
+    """Return the resources of a process and its descendants, by name. Return {} without /proc."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # the process has ended
