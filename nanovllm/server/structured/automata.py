@@ -1,5 +1,8 @@
-"""Languages of texts as deterministic automata over code points: words, lengths and regular
-expressions (regexes.py), which intersect and exclude each other."""
+"""Deterministic finite automata over code points, for sets of strings.
+
+They are built from words, from lengths and from regular expressions (regexes.py), and can be
+intersected, subtracted and united.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,24 @@ from dataclasses import dataclass
 from typing import Any
 
 LAST = 0x10FFFF
-MAX_STATES = 2000  # of an automaton
-MAX_EXPLORED = 8000  # of what it is made from
+MAX_STATES = 2000  # states of one finished automaton
+MAX_EXPLORED = 8000  # states that may be explored while an automaton is built
 MAX_TURNS = 40
-Ranges = tuple[tuple[int, int], ...]  # of code points, ascending and apart
-Edge = tuple[int, int, int]  # from one code point to another, and the state behind
+Ranges = tuple[tuple[int, int], ...]  # of code points, ascending and disjoint
+Edge = tuple[int, int, int]  # first and last code point, target state
 
 
 class PatternError(ValueError):
-    """Says what in the expression cannot be enforced."""
+    """A feature of an expression that cannot be enforced. The message names it."""
 
 
 class TooLargeError(PatternError):
-    """There would be too many states."""
+    """An automaton with too many states."""
 
 
 @dataclass(frozen=True)
 class Dfa:
-    """State 0 is the first. Where no edge leads, nothing matches."""
+    """A deterministic automaton. State 0 is the start; a character without an edge is rejected."""
 
     edges: tuple[tuple[Edge, ...], ...]
     finals: frozenset[int]
@@ -44,11 +47,11 @@ class Dfa:
         return state in self.finals
 
     def is_empty(self) -> bool:
-        """Sound because every automaton here is trimmed."""
+        """Return True if no string matches. Exact because every automaton here is trimmed."""
         return not self.finals
 
     def few(self, most: int) -> list[str] | None:
-        """Its texts, if there are no more than so many."""
+        """Return the sorted strings of the language, or None if there are more than `most`."""
         texts: list[str] = []
         waiting = [(0, "")]
         while waiting:
@@ -76,8 +79,11 @@ def explored(
     edges_of: Callable[[Any], Iterable[tuple[int, int, Any]]],
     is_final: Callable[[Any], bool],
 ) -> Dfa:
-    """The smallest automaton of what `edges_of` says, whose states may be anything hashable. Its
-    edges do not overlap. Raises TooLargeError."""
+    """Return the minimal automaton of a transition function.
+
+    States may be any hashable values. The edges that `edges_of` returns for a state do not overlap.
+    Raise TooLargeError.
+    """
     numbers = {start: 0}
     edges: list[list[Edge]] = []
     finals = set()
@@ -101,7 +107,7 @@ def explored(
 
 
 def _smallest(edges: list[list[Edge]], finals: set[int]) -> Dfa:
-    """Without states that lead nowhere, and with equal ones as one."""
+    """Remove the states from which no final state is reachable, and merge equivalent ones."""
     before: list[list[int]] = [[] for _ in edges]
     for at, mine in enumerate(edges):
         for _, _, to in mine:
@@ -125,7 +131,7 @@ def _smallest(edges: list[list[Edge]], finals: set[int]) -> Dfa:
         kinds = now
         if len(seen) == num_kinds:
             break
-        if turn > MAX_TURNS:  # long chains, in which hardly any two are equal
+        if turn > MAX_TURNS:  # on long chains, which have hardly any equivalent states
             kinds = {at: at for at in alive}
             break
         num_kinds = len(seen)
@@ -133,7 +139,7 @@ def _smallest(edges: list[list[Edge]], finals: set[int]) -> Dfa:
 
 
 def _numbered(edges: list[list[Edge]], finals: set[int], kinds: dict[int, int]) -> Dfa:
-    """One state a kind, in the order in which they are reached."""
+    """Return an automaton with one state per kind, numbered in the order of discovery."""
     one_of = {kind: at for at, kind in kinds.items()}
     order, number_of = [kinds[0]], {kinds[0]: 0}
     made: list[tuple[Edge, ...]] = []
@@ -164,7 +170,7 @@ def _joined(edges: list[Edge]) -> list[Edge]:
     return made
 
 
-# -- one of two, both, or not ---------------------------------------------------------------------
+# -- boolean operations ---------------------------------------------------------------------------
 
 
 def intersection(one: Dfa, other: Dfa) -> Dfa:
@@ -210,7 +216,7 @@ def _product(one: Dfa, other: Dfa, keep: Callable[[bool, bool], bool]) -> Dfa:
 
 
 def _trie(texts: Iterable[str], most: float = math.inf) -> tuple[list[dict[int, int]], set[int]]:
-    """Where each node's letters lead, from node 0 on, and the nodes at which a text ends."""
+    """Return the trie's edges by node, starting with node 0, and the nodes at which a text ends."""
     nodes: list[dict[int, int]] = [{}]
     ends = set()
     for text in texts:
@@ -227,17 +233,20 @@ def _trie(texts: Iterable[str], most: float = math.inf) -> tuple[list[dict[int, 
 
 
 def words(texts: Iterable[str]) -> Dfa:
-    """These and no others."""
+    """Return the automaton of exactly these texts."""
     trie, finals = _trie(texts, MAX_EXPLORED)
     return _smallest([sorted((c, c, to) for c, to in node.items()) for node in trie], finals)
 
 
 def other_than(texts: Iterable[str], most_states: int) -> Dfa:
-    """All texts but these. Where there would be too many states, texts that begin as one of these
-    are left out as well."""
+    """Return the automaton of all strings except these.
+
+    If it would have more than `most_states` states, it also excludes strings that start like one of
+    the texts.
+    """
     trie, finals = _trie(sorted(texts))
     depth = [0] * len(trie)
-    for at, node in enumerate(trie):  # before the nodes that it leads to
+    for at, node in enumerate(trie):  # a node precedes its children
         for to in node.values():
             depth[to] = depth[at] + 1
     last = max(depth)
@@ -256,7 +265,7 @@ def other_than(texts: Iterable[str], most_states: int) -> Dfa:
 
 
 def lengths(low: int, high: int | None) -> Dfa:
-    """Texts of so many characters."""
+    """Return the automaton of all strings of `low` to `high` characters."""
     last = low if high is None else high
     if last > MAX_STATES:
         raise TooLargeError("too many cases")

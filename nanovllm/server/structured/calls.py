@@ -1,5 +1,8 @@
-"""How each family writes calls, as formats of a structural tag: to the byte what its models and
-templates write, and what its parser reads."""
+"""Tool calls of each model family as formats of a structural tag.
+
+The formats match, to the byte, the calls that the family's models and templates write and its
+parser reads.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from nanovllm.server.structured.forms import (
 from nanovllm.server.structured.parameters import Parameters
 from nanovllm.server.structured.schemas import compiled
 
-Ids = Mapping[str, int]  # of the markers that are tokens
+Ids = Mapping[str, int]  # ids of the markers that are single tokens
 
 
 def spelled(text: str, ids: Ids) -> list[Format]:
-    """The text, with markers as the tokens they are."""
+    """Return the text as formats, with each marker as its single token."""
     parts = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
     return [{"type": "token", "token": ids[x]} if x in ids else constant(x) for x in parts if x]
 
@@ -30,12 +33,14 @@ def spelled(text: str, ids: Ids) -> list[Format]:
 def calls(
     syntax: Syntax, functions: Mapping[str, tuple[str, object, bool]], ids: Ids, *, once: bool
 ) -> Format:
-    """One call or more. `functions`: per name the request's field, the schema of the parameters,
-    and whether all of it must be enforced.
+    """Return the format of one or more calls.
 
-    Each call is written once, or 512 tools would be too long: calls with something between them are
-    tags with a separator, others repeat. What is in a tag cannot hold the tag's end, and parameters
-    as raw text may.
+    `functions` has, by name, the request's field, the schema of the parameters, and whether all of
+    the schema must be enforced.
+
+    Each call is written once in the grammar, because 512 tools would otherwise make it too long.
+    Calls with a separator are tags; other calls repeat. The content of a tag cannot contain the
+    tag's end, but raw text parameters may.
     """
     each = [_call(syntax, name, found, ids) for name, found in functions.items()]
     one = either(*(sequence(*call) for call in each))
@@ -57,7 +62,7 @@ def _call(syntax: Syntax, name: str, of: tuple[str, object, bool], ids: Ids) -> 
 
 
 def arguments(syntax: Syntax, where: str, schema: object, *, exact: bool) -> Format:
-    """What a function may be given. Raises ApiError."""
+    """Return the format of a function's arguments. Raise ApiError."""
     if syntax.style == "json":
         return grammar(compiled(schema, where, exact=exact, is_object=True))
     return Parameters(syntax.parameter, schema, where, exact=exact).form()

@@ -1,7 +1,8 @@
-"""What a schema says about a value, type by type, with all that applies to it merged into one.
+"""Constraints of a schema on a value, by type, with all schemas that apply to the value merged.
 
-Schemas inside (of properties, of items) stay unread: a `Conj` names those that hold together, and
-is read when the grammar gets there. So recursion ends, and what applies twice is merged once.
+Nested schemas (of properties and items) are not read here. A `Conj` names the schemas that apply
+together, and is read when the grammar reaches it. Recursion therefore ends, and schemas that apply
+twice are merged once.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TypeAlias
 
-Conj: TypeAlias = tuple[int, ...]  # of schemas that all hold, by number; of -n its opposite
-Bound: TypeAlias = tuple[Fraction, bool]  # and whether the bound itself is excluded
+Conj: TypeAlias = tuple[int, ...]  # numbers of schemas that all apply; -n is the negation of n
+Bound: TypeAlias = tuple[Fraction, bool]  # value, and whether the bound is exclusive
 ANYTHING: Conj = ()
 KINDS = ("null", "boolean", "number", "string", "array", "object")
 
 
 def both(one: Conj, other: Conj) -> Conj:
-    """What holds where both do."""
+    """Return the conjunction of both."""
     return one + tuple(literal for literal in other if literal not in one)
 
 
@@ -27,7 +28,7 @@ def _least(one: int | None, other: int | None) -> int | None:
 
 @dataclass(frozen=True)
 class Number:
-    """`values`: it must be one of these; None: nothing is said of that. So in String."""
+    """Constraints on a number. `values`: the allowed numbers, or None for no such constraint."""
 
     is_integer: bool = False
     low: Bound | None = None
@@ -35,7 +36,7 @@ class Number:
     multiples: frozenset[Fraction] = frozenset()
     values: tuple[Fraction, ...] | None = None
     excluded: frozenset[Fraction] = frozenset()
-    no_multiples: frozenset[Fraction] = frozenset()  # of which it is none
+    no_multiples: frozenset[Fraction] = frozenset()  # it is a multiple of none of these
 
     def and_(self, other: Number) -> Number | None:
         lows = [bound for bound in (self.low, other.low) if bound]
@@ -60,7 +61,7 @@ class Number:
         return made
 
     def has(self, value: Fraction) -> bool:
-        """Apart from its `values`."""
+        """Return True if a number satisfies all constraints except `values`."""
         low, high = self.low, self.high
         return not (
             value in self.excluded
@@ -74,7 +75,7 @@ class Number:
 
 @dataclass(frozen=True)
 class String:
-    patterns: tuple[tuple[str, bool], ...] = ()  # found, or found nowhere
+    patterns: tuple[tuple[str, bool], ...] = ()  # expression, whether it must be found
     formats: tuple[str, ...] = ()
     low: int = 0
     high: int | None = None
@@ -103,7 +104,11 @@ def _common(one: tuple[object, ...] | None, other: tuple[object, ...] | None):  
 
 @dataclass(frozen=True)
 class Array:
-    """`layers`: of each schema the first items, and those that follow (None: nothing is said)."""
+    """Constraints on an array.
+
+    `layers` has, per schema, the schemas of the first items and the schema of all later items
+    (None: unconstrained).
+    """
 
     layers: tuple[tuple[tuple[Conj, ...], Conj | None], ...] = ()
     low: int = 0
@@ -122,9 +127,12 @@ class Array:
 
 @dataclass(frozen=True, eq=False)
 class PropertyLayer:
-    """What one schema says about properties. `rest`: of those that are not named and match no
-    pattern (None: nothing is said), nor are spoken of by the layers `beside` it. `closes`: where
-    no layer says anything of the rest, there is none."""
+    """Constraints of one schema on properties.
+
+    `rest` applies to properties that are not named, match no pattern and are not constrained by the
+    layers in `beside` (None: unconstrained). If no layer constrains the other properties and one
+    `closes`, other properties are not allowed.
+    """
 
     properties: dict[str, Conj]
     patterns: tuple[tuple[str, Conj], ...] = ()
@@ -133,8 +141,10 @@ class PropertyLayer:
     closes: bool = True
 
     def of(self, name: str | None, matching: frozenset[str]) -> Conj | None:
-        """For a property of this name, or with None for any that nobody names: of the patterns it
-        matches those. None if nothing is said."""
+        """Return the schemas that apply to a property, or None if the layer does not constrain it.
+
+        `name` is None for any unnamed property. `matching` has the patterns that the name matches.
+        """
         said: Conj | None = None
         if name is not None and name in self.properties:
             said = self.properties[name]
@@ -166,7 +176,7 @@ class Object:
         return None if made.high is not None and made.high < least else made
 
     def simple(self) -> Object:
-        """Without what takes many rules: numbers of properties, and patterns of their names."""
+        """Return the constraints without property counts and name patterns (many rules)."""
         layers = tuple(
             PropertyLayer(la.properties, (), ANYTHING if la.patterns else la.rest, (), la.closes)
             for la in self.layers
@@ -176,7 +186,7 @@ class Object:
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """Per type what is said about values of it; None or empty where no value may be of it."""
+    """Constraints by type. None, False or empty means that no value of the type is allowed."""
 
     null: bool = False
     booleans: tuple[bool, ...] = ()
@@ -201,7 +211,7 @@ class Facts:
         )
 
     def only(self, *kinds: str) -> Facts:
-        """The facts about these types alone, named as JSON Schema does."""
+        """Restrict the facts to these types, named as in JSON Schema."""
         number = self.number if {"number", "integer"} & set(kinds) else None
         if number and "number" not in kinds:
             number = number.and_(Number(is_integer=True))

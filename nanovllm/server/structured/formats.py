@@ -1,25 +1,26 @@
-"""The formats of JSON Schema as regular expressions for whole strings, by the standards they name.
+"""The formats of JSON Schema as regular expressions for whole strings, after their standards.
 
-Where readers disagree about a standard, what matches is valid for all of them: no year 0000, no
-zone in an IPv6 address, no A-labels (xn--...), whose letters no expression can check. Numbers have
-up to nine digits, so that a model comes to an end. Knows neither JSON's escapes nor grammars.
+Where implementations of a standard disagree, a match is valid for all of them. There is no year
+0000, no zone in an IPv6 address and no A-label (xn--...), whose letters no expression can check.
+Numbers have at most nine digits, so that a model cannot write one without end. This module is
+independent of JSON's escapes and of grammars.
 """
 
 from __future__ import annotations
 
-_TWO = "(?:0[48]|[2468][048]|[13579][26])"  # two digits of which 4 is a factor, without 00
+_TWO = "(?:0[48]|[2468][048]|[13579][26])"  # two digits divisible by 4, except 00
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _DATE = (
     f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|"
     "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))|"
     f"(?:[0-9]{{2}}{_TWO}|{_TWO}00)-02-29)"
 )
-_PARTS = r"(?:\.[0-9]{1,9})?"  # of a second
+_PARTS = r"(?:\.[0-9]{1,9})?"  # fraction of a second
 _HOURS = "(?:[01][0-9]|2[0-3])"
 
 
 def _leap_second() -> str:
-    """It is inserted at 23:59:60 UTC, wherever that is full or half an hour."""
+    """Return the times of a leap second (23:59:60 UTC) at offsets of whole half hours."""
     by_minute: dict[str, list[str]] = {"59": [], "29": []}
     for offset in range(0, 24 * 60, 30):
         written = f"{offset // 60:02}:{offset % 60:02}"
@@ -47,11 +48,11 @@ _LAST_32 = f"(?:{_H16}:{_H16}|{_IPV4})"
 
 
 def _ipv6() -> str:
-    """RFC 3986's nine forms: eight groups, or :: for what is left out of them."""
+    """Return RFC 3986's nine forms: eight groups, or :: in place of the omitted ones."""
     forms = [f"(?:{_H16}:){{6}}{_LAST_32}"]
-    for before in range(8):  # at most so many groups before the ::
+    for before in range(8):  # most groups before the ::
         left = "" if not before else f"(?:{_H16}(?::{_H16}){{0,{before - 1}}})?"
-        groups = 7 - before  # at most so many after it
+        groups = 7 - before  # most groups after it
         if groups >= 2:
             right = f"(?:(?:{_H16}:){{{groups - 2}}}{_LAST_32})"
         else:
@@ -64,9 +65,9 @@ _IPV6 = _ipv6()
 
 
 def _label(letter: str, size: int) -> str:
-    """A host name's label of at most so many characters of a class, none beginning with xn--.
+    """Return a host name's label of at most `size` characters that does not begin with xn--.
 
-    `letter`: what stands in the class, A-Z and a-z among it. `size`: 0 for any.
+    `letter`: the content of the character class, including A-Z and a-z. `size`: 0 for any.
     """
 
     def rest(most: int) -> str:
@@ -82,9 +83,9 @@ def _label(letter: str, size: int) -> str:
 _ALNUM = "A-Za-z0-9"
 _LABEL = _label(_ALNUM, 63)
 _SHORT = _label(_ALNUM, 30)
-_HOST = rf"(?:{_LABEL}(?:\.{_LABEL}){{0,2}}|{_SHORT}(?:\.{_SHORT}){{3,7}})"  # 253 at most
-# Lower-case letters of scripts that need no rule about their neighbours. Ten of them take at most
-# 63 characters as an A-label.
+_HOST = rf"(?:{_LABEL}(?:\.{_LABEL}){{0,2}}|{_SHORT}(?:\.{_SHORT}){{3,7}})"  # at most 253 chars
+# Lower-case letters of scripts without rules about adjacent letters. Ten of them take at most 63
+# characters as an A-label.
 _LETTERS = "\u00df-\u00f6\u00f8-\u00ff\u03b1-\u03c9\u0430-\u044f"
 _LETTERS += "\u3041-\u3093\u30a1-\u30f6\u4e00-\u9fa5\uac00-\ud7a3"
 _IDN = rf"[0-9a-z{_LETTERS}]{{1,10}}"
@@ -100,14 +101,14 @@ _LITERAL = rf"\[(?:{_IPV4}|IPv6:{_IPV6})\]"
 # -- URIs ------------------------------------------------------------------------------------
 
 _PCT = "%[0-9A-Fa-f]{2}"
-_UNRESERVED = "A-Za-z0-9._~"  # and -, which a class must end with
+_UNRESERVED = "A-Za-z0-9._~"  # and -, which must be last in a class
 _SUB = "!$&'()*+,;="
-_BEYOND = "\u00a0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef\U00010000-\U0001fffd"  # of ASCII, in IRIs
+_BEYOND = "\u00a0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef\U00010000-\U0001fffd"  # non-ASCII ones in IRIs
 _SCHEME = "[A-Za-z][A-Za-z0-9+.-]*"
 
 
 def _uris(beyond: str) -> tuple[str, str]:
-    """(absolute, or relative as well), with `beyond` among the characters that need no escape."""
+    """Return (absolute URI, absolute or relative one). `beyond`: further unescaped characters."""
     pchar = f"(?:[{_UNRESERVED}{_SUB}:@{beyond}-]|{_PCT})"
     no_colon = f"(?:[{_UNRESERVED}{_SUB}@{beyond}-]|{_PCT})"
     user = f"(?:(?:[{_UNRESERVED}{_SUB}:{beyond}-]|{_PCT})*@)?"
@@ -151,15 +152,15 @@ FORMATS = {
     "uuid": "[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
     "json-pointer": _POINTER,
     "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
-    "regex": rf"\^?(?:{_ATOM}[*+?]?)*\$?",  # no groups: what nests is not regular
+    "regex": rf"\^?(?:{_ATOM}[*+?]?)*\$?",  # no groups, since nesting is not regular
 }
-# Where a length or an expression stands beside the format: no longer than most are, as all cases of
-# both together have to be counted.
+# Variants for a schema that also has a length or a pattern. They are shorter than most limits,
+# because all combinations of both must be counted.
 _SOME = rf"{_label(_ALNUM, 20)}(?:\.{_label(_ALNUM, 20)}){{0,2}}"
 _MAIL = rf"[{_ATEXT}]{{1,20}}(?:\.[{_ATEXT}]{{1,20}}){{0,1}}@{_SOME}"
 SHORTER = {"hostname": _SOME, "idn-hostname": _SOME, "email": _MAIL, "idn-email": _MAIL}
-# As they are written where nothing stands beside them: hosts and names before an @ without the
-# limit of a label's length, but of at most so many characters in all (parts.py).
+# Variants for a schema with only the format. Host names and the part before an @ have no limit per
+# label. The name of a group has the group's limit of characters (parts.py).
 _ANY_LABEL = _label(_ALNUM, 0)
 _HOST_NAME = rf"{_ANY_LABEL}(?:\.{_ANY_LABEL})*"
 _NAME = rf"[{_ATEXT}]+(?:\.[{_ATEXT}]+)*"

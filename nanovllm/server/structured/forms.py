@@ -1,4 +1,4 @@
-"""Formats of a structural tag, as xgrammar reads them, put together."""
+"""Constructors for the formats of xgrammar's structural tags."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ def either(*branches: Format) -> Format:
 
 
 def sequence(*elements: Format) -> Format:
-    """Nothing is in it for an empty text: only for that, as a client's format may say anything.
-    What is alone in it stands for itself."""
+    """Return the elements in sequence, without empty strings. One element is returned by itself.
+
+    Only empty constants are dropped, since a client's format may be any JSON.
+    """
     kept = [element for element in elements if element != constant("")]
     return {"type": "sequence", "elements": kept} if kept[1:] else next(iter(kept), constant(""))
 

@@ -1,4 +1,4 @@
-"""A schema that has been read, as a grammar: a rule for every set of schemas that hold together."""
+"""The grammar of a schema that has been read: one rule for each conjunction of schemas."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from nanovllm.server.structured.regexes import parsed
 from nanovllm.server.structured.register import InexactError
 from nanovllm.server.structured.rules import Rules, TooManyRulesError, literal
 
-MAX_STATES = 2000  # of all texts that are narrowed, and of all names, to be compiled in time
-MAX_PREFIX = 1000  # items of an array that are each of their own
+MAX_STATES = 2000  # of all automata for strings and names together; limits the compile time
+MAX_PREFIX = 1000  # array items with a rule of their own
 
 
 class Grammar:
@@ -40,7 +40,7 @@ class Grammar:
         self._waiting: deque[Conj] = deque()
 
     def text(self, conj: Conj) -> str | None:
-        """None if nothing matches."""
+        """Return the grammar, or None if nothing matches."""
         root = self.value(conj)
         if root == "any":
             root = self.rules.add("value", [("any",)])
@@ -52,7 +52,7 @@ class Grammar:
             self.reader.refuse("#", "comes to too large a grammar")
 
     def value(self, conj: Conj) -> str:
-        """The name of its rule."""
+        """Return the name of the rule for a conjunction."""
         if conj == ANYTHING:
             return self.rules.basic("any")
         if conj not in self._names:
@@ -136,7 +136,7 @@ class Grammar:
         return self.rules.add("text", [(r'"\""', body, r'"\""')])
 
     def _alone(self, text: String) -> str | None:
-        """The rule of an expression of which no automaton should be made."""
+        """Return the rule of a string that is written without an automaton, or None."""
         pattern = texts.alone(text)
         if pattern is None:
             return None

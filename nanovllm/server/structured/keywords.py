@@ -1,5 +1,4 @@
-"""What the keywords of one schema say about each type, apart from those with schemas that speak of
-the same value."""
+"""Constraints of a schema's own keywords, by type, without keywords that apply other schemas."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ from nanovllm.server.structured.regexes import found
 from nanovllm.server.structured.register import Register
 from nanovllm.server.structured.texts import weighed
 
-MAX_CHARS = 4096  # of an expression
-MAX_VALUES = 20_000  # of one enum
+MAX_CHARS = 4096  # characters of an expression
+MAX_VALUES = 20_000  # values of one enum
 MAX_LENGTH = 1 << 20
 TYPES = ("string", "number", "object", "array", "integer", "boolean", "null")
 STANDARD_FORMATS = (
@@ -44,7 +43,7 @@ class Keywords:
         self._reader = reader
 
     def own(self, given: Schema, path: str) -> list[Facts]:
-        """What it says itself, without the schemas that speak of the same value."""
+        """Return the constraints of all keywords but those that apply schemas to the value."""
         facts = EVERYTHING
         if (types := self.types(given, path)) is not None:
             facts = facts.only(*types)
@@ -72,7 +71,10 @@ class Keywords:
         return names
 
     def valued(self, values: list[Any], path: str) -> list[Facts]:
-        """Objects and arrays as schemas of their parts."""
+        """Return the constraints that allow exactly these values.
+
+        Objects and arrays become constraints with one constant schema per part.
+        """
         texts = tuple(dict.fromkeys(v for v in values if isinstance(v, str)))
         numbers = [value for value in values if json_type(value) == "number"]
         are_finite = all(is_finite(value) for value in numbers)
@@ -110,7 +112,7 @@ class Keywords:
         return None if made == String() else replace(EVERYTHING, text=made.and_(String()))
 
     def pattern(self, pattern: object, path: str, keyword: str = "pattern") -> bool:
-        """Whether it can be enforced."""
+        """Return whether a pattern can be enforced."""
         if not isinstance(pattern, str):
             self._reader.refuse(path, f"has a '{keyword}' that is no string")
         try:
@@ -119,7 +121,7 @@ class Keywords:
             if keyword == "pattern":
                 heavy, num_states = weighed(pattern)
                 self._reader.spend(num_states, path)
-                if heavy:  # where it stands alone it takes no automaton
+                if heavy:  # a pattern without other constraints needs no automaton
                     return True
             self._reader.spend(len(found(pattern).edges), path)
         except PatternError as error:
@@ -147,7 +149,7 @@ class Keywords:
             for name in names.split():
                 value = given.get(name)
                 if value is None or (isinstance(value, bool) and name.startswith("excl")):
-                    continue  # as draft 4 writes it
+                    continue  # draft 4 has a boolean here
                 fits = json_type(value) == "number" and is_finite(value)
                 self._reader.expect(fits, path, f"has no number as {name!r}")
                 is_out = name.startswith("excl") or given.get(f"exclusive{name.title()}") is True
@@ -158,7 +160,7 @@ class Keywords:
     def _array(self, given: Schema, path: str) -> Facts | None:
         low, high = self.counts(given, path, "minItems", "maxItems")
         prefix, rest, place = given.get("prefixItems"), given.get("items"), "items"
-        if isinstance(rest, list):  # a tuple as draft 7 writes it, and the AI SDK from zod
+        if isinstance(rest, list):  # a tuple in draft 7, and in the AI SDK's schemas from zod
             prefix, rest, place = rest, given.get("additionalItems"), "additionalItems"
         self._reader.expect(isinstance(prefix, list | None), path, "has no list as 'prefixItems'")
         first = tuple(
@@ -207,7 +209,7 @@ class Keywords:
             Object(layers, required, low, high, names)))  # fmt: skip
 
     def counts(self, given: Schema, path: str, least: str, most: str) -> tuple[int, int | None]:
-        """How many there may be, by two keywords. An upper bound above MAX_LENGTH is none."""
+        """Return the least and the greatest count from two keywords; None above MAX_LENGTH."""
         there = {keyword: given[keyword] for keyword in (least, most) if keyword in given}
         for keyword, value in there.items():
             fits = json_type(value) == "number" and value == value // 1 and value >= 0

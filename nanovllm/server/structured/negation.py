@@ -1,4 +1,4 @@
-"""What is true of a value that a schema does not match: one of its keywords fails."""
+"""Constraints on a value that does not match a schema: at least one of the keywords fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nanovllm.server.structured.register import InexactError
 
 
 class SchemaReader(Protocol):
-    """What negation asks of the reader of the schema and those within it (reading.py)."""
+    """The part of the schema reader that negation uses (implemented in reading.py)."""
 
     keywords: Keywords
 
@@ -45,7 +45,7 @@ class Opposite:
         self._path = path
 
     def alternatives(self) -> list[Facts]:
-        """Raises InexactError."""
+        """Return one alternative for each way to violate the schema. Raise InexactError."""
         made: list[Facts] = []
         for keyword in self._given:
             read = KEYWORDS.get(keyword)
@@ -80,7 +80,7 @@ class Opposite:
         )
 
     def _counts(self) -> Iterator[Facts]:
-        """Lengths and numbers of items and of properties."""
+        """Negate the limits on lengths and on the numbers of items and properties."""
         given, reader, path = self._given, self._reader.keywords, self._path
         low, high = reader.counts(given, path, "minLength", "maxLength")
         if low:
@@ -154,7 +154,7 @@ class Opposite:
         yield from made
 
     def _one(self) -> Iterator[Facts]:
-        """None of them, or two."""
+        """Yield the values that match no branch, and those that match two."""
         branches = self._reader.listed(self._given["oneOf"], f"{self._path}/oneOf")
         made = [EVERYTHING]
         for conj in branches:

@@ -1,5 +1,7 @@
-"""Numbers as texts: of which range, of which multiples, with which exceptions. Without exponents
-where anything is said of them."""
+"""Automata and texts of numbers within bounds, of multiples, and without excluded values.
+
+A number with any constraint is written without an exponent.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +12,27 @@ from fractions import Fraction
 from nanovllm.server.structured.automata import Dfa, PatternError, TooLargeError, explored
 from nanovllm.server.structured.facts import Number
 
-MAX_MULTIPLE = 2000  # as an integer, once both it and the numbers have lost their decimals
+MAX_MULTIPLE = 2000  # largest divisor after scaling to integers
 MAX_DIGITS = 400
-EXACT_DOUBLES = 2**53  # integers up to here are doubles
+EXACT_DOUBLES = 2**53  # all integers up to this one are doubles
 ZERO, POINT, MINUS = 0x30, 0x2E, 0x2D
-DigitPlace = tuple[str, int, tuple[int, ...], int]  # phase, digits in it, comparisons, remainder
+DigitPlace = tuple[str, int, tuple[int, ...], int]  # phase, digits read, comparisons, remainder
 
 
 def automaton(number: Number) -> Dfa:
-    """The automaton of all numbers but `values`. Raises PatternError where it has too many
-    cases."""
+    """Return the automaton of all constraints except `values`.
+
+    Raise PatternError if it has too many states.
+    """
     digits = _Digits(number)
     return explored(("", False, None), digits.edges_of, digits.is_final)
 
 
 def written(value: Fraction) -> list[str]:
-    """Return the texts of one number: its digits, and for an integer also `.0` after them.
+    """Return the texts of one number: its digits, and for an integer also with `.0` appended.
 
-    Readers take what has a point for a double, so integers beyond 2**53 are written without one.
-    Raise PatternError for a number of more decimals than any double is written with.
+    JSON readers parse a number with a point as a double, so integers above 2**53 have no such form.
+    Raise PatternError for more decimals than any double has.
     """
     scale = _decimals(value)
     before, after = _split(abs(value), scale)
@@ -40,20 +44,20 @@ def written(value: Fraction) -> list[str]:
 
 
 class _Digits:
-    """Reads a number digit by digit and compares it, as it goes, with all that bounds it."""
+    """A digit-by-digit reader of a number that compares it with all bounds at once."""
 
     def __init__(self, number: Number) -> None:
         self._number = number
         bounds = [(*bound, side) for bound, side in ((number.low, -1), (number.high, 1)) if bound]
         self._values = [*(bound[0] for bound in bounds), *sorted(number.excluded)]
         self._limits = [_digits(abs(value)) for value in self._values]
-        # How a number must not compare with each: below (-1), equal (0), above (1).
+        # Refused comparisons of a number with each value: below (-1), equal (0), above (1).
         self._refused = [{side, 0} if is_out else {side} for _, is_out, side in bounds]
         self._refused += [{0}] * len(number.excluded)
         counted = number.multiples | number.no_multiples
         scale = max(map(_decimals, counted), default=0)
         if number.no_multiples and not number.multiples and not number.is_integer:
-            scale += 2  # decimals by which it may miss them
+            scale += 2  # two more decimals, in which the number can differ from a multiple
         self._scale = scale if counted else None
         self._modulus = math.lcm(*(int(multiple * 10**scale) for multiple in counted))
         if self._modulus > MAX_MULTIPLE:
@@ -101,7 +105,7 @@ class _Digits:
         return phase, min(count + 1, most), tuple(known), rest
 
     def _is_beyond(self, sign: str, place: DigitPlace) -> bool:
-        """Whatever digits follow: too many for every bound on that side."""
+        """Return True if the number already has more digits than the bound on its side."""
         high = self._number.low if sign else self._number.high
         at = 0 if sign or self._number.low is None else 1
         return bool(high and place[1] > len(self._limits[at][0]) and place[0] == "int")
@@ -122,7 +126,7 @@ class _Digits:
         for order, limit, value, refused in limits:
             final = _final(order, phase, count, limit)
             if (sign and value > 0) or (not sign and value < 0):
-                final = -1 if sign else 1  # of another sign (and nobody writes -0 here)
+                final = -1 if sign else 1  # the signs differ; -0 is not written here
             elif sign:
                 final = -final
             if final in refused:
@@ -140,7 +144,7 @@ def _final(order: int, phase: str, count: int, limit: tuple[str, str]) -> int:
 
 
 def _digits(value: Fraction) -> tuple[str, str]:
-    """Before and behind the point. Raises PatternError."""
+    """Return the digits before and after the point. Raise PatternError."""
     if value >= 10**MAX_DIGITS:
         raise PatternError(f"numbers of more than {MAX_DIGITS} digits")
     before, after = _split(value, _decimals(value))

@@ -1,5 +1,7 @@
-"""Objects as rules: the properties that schemas name in their order, then others where they may
-be there, whose names are not among them."""
+"""Objects as rules. Named properties come in the schema's order, then any others that are allowed.
+
+The other properties have names that differ from the named ones.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,16 @@ from nanovllm.server.structured.register import InexactError
 from nanovllm.server.structured.rules import Rules, is_plain, literal
 from nanovllm.server.structured.texts import automaton
 
-STRIDE = 8  # properties of which one is chosen at once
-MAX_CASES = 20_000  # of properties and of their number
-MAX_NAMES = 30  # that match a pattern, to be taken for named ones
-MAX_KINDS = 40  # of other properties, by the patterns that their names match
-MAX_NAME_STATES = 400  # of one object's; beyond, other names may not begin as those do
+STRIDE = 8  # properties among which one rule chooses
+MAX_CASES = 20_000  # properties times property counts
+MAX_NAMES = 30  # names that match a pattern and are then handled like named ones
+MAX_KINDS = 40  # kinds of other properties, by the patterns that their names match
+MAX_NAME_STATES = 400  # of one object; beyond it, other names are restricted further
 
 
 class Objects:
     def __init__(self, reader: SchemaReader, rules: Rules, value: Callable[[Conj], str]) -> None:
-        """`value` names the rule of what schemas say together."""
+        """`value` returns the name of the rule for a conjunction of schemas."""
         self._reader = reader
         self._rules = rules
         self._value = value
@@ -42,7 +44,7 @@ class Objects:
         self._starts: dict[tuple[str, ...], Dfa] = {}
 
     def written(self, given: Object, path: str) -> Rule:
-        """Its sequences. Raises InexactError."""
+        """Return the alternatives for an object. Raise InexactError."""
         parts, others = self.parts(given, path)
         key = (tuple(parts), tuple(others), given.low, given.high)
         if key not in self._known:
@@ -52,8 +54,10 @@ class Objects:
     def parts(
         self, given: Object, path: str
     ) -> tuple[list[tuple[str, Conj, bool]], list[tuple[Dfa, Conj]]]:
-        """What it names, each with its schemas and whether it is required, and what it does not.
-        Raises InexactError."""
+        """Return the named properties and the kinds of other properties.
+
+        A named property has its schemas and whether it is required. Raise InexactError.
+        """
         names = list(
             dict.fromkeys([n for la in given.layers for n in la.properties] + list(given.required))
         )
@@ -79,7 +83,7 @@ class Objects:
     def _others(
         self, given: Object, names: list[str], allowed: Dfa, dfas: dict[str, Dfa], path: str
     ) -> list[tuple[Dfa, Conj]]:
-        """Kinds of properties that nobody names: by the patterns that their names match."""
+        """Return the kinds of unnamed properties, by the patterns that their names match."""
         is_said = any(layer.rest is not None for layer in given.layers)
         is_closed = not is_said and any(layer.closes for layer in given.layers)
         if is_closed and not dfas:
@@ -137,8 +141,11 @@ class Objects:
 
 
 class _Members:
-    """Rules by how many of the named properties are behind, and, where that matters, by how many
-    are written."""
+    """Rules for the members of an object.
+
+    There is one rule for each number of named properties that were passed. Where a count matters,
+    there is also one for each number of properties that were written.
+    """
 
     def __init__(
         self,
@@ -169,7 +176,7 @@ class _Members:
         self._build()
 
     def choice(self, at: int, written: int) -> str:
-        """The rule for the next property and all behind it. Its quote is written."""
+        """Return the rule for the next property and all later ones, after its opening quote."""
         key = (at, written)
         if key not in self._made:
             self._made[key] = self._rules.name("part")
@@ -198,7 +205,7 @@ class _Members:
         return body
 
     def _after(self, at: int, written: int) -> str:
-        """What may follow a property: the end, or a comma and more."""
+        """Return the rule after a property: the end of the object, or a comma and a property."""
         counted = self._high is not None or self._low > 0
         most = self._low if self._high is None else self._high
         now = min(written + 1, most) if counted else 0

@@ -1,7 +1,9 @@
-"""A function's parameters as XML: one element each, in the order of the schema. Strings stand as
-they are, everything else as JSON.
+"""A function's parameters as XML: one element each, in the order of the schema.
 
-Decision: not xgrammar's own styles, which allow white space around values that have none.
+Strings are written as raw text, all other values as JSON.
+
+Decision: xgrammar's own styles are not used. They allow white space around values, which these
+models do not write.
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ NO_STRING = {"type": ["null", "boolean", "number", "object", "array"]}
 
 class Parameters:
     def __init__(self, syntax: tuple[str, str], schema: object, where: str, *, exact: bool) -> None:
-        """`syntax`: before and after one, with NAME for its name."""
+        """`syntax`: the text before and after a parameter, with NAME for its name."""
         self._before, self._after = syntax
         self._where = where
         self._reader = read(schema, where, exact=exact)
         self._conj = self._reader.conj(schema, "#") + self._reader.conj(OBJECT, "#")
 
     def form(self) -> Format:
-        """Raises ApiError."""
+        """Return the format of all parameters. Raise ApiError."""
         found = []
         for facts in self._reader.settled(self._conj):
             try:
@@ -53,7 +55,7 @@ class Parameters:
         return either(*found)
 
     def _object(self, given: Object) -> Format | None:
-        """None if nothing matches."""
+        """Return the format for one alternative, or None if nothing matches."""
         objects = Objects(self._reader, Rules(MAX_SPACE), lambda _: "any")
         parts, others = objects.parts(given, "#")
         if given.low > len(given.required) or given.high is not None:
@@ -75,7 +77,7 @@ class Parameters:
         return sequence(*made)
 
     def _more(self, names: Dfa, conj: Conj) -> Format:
-        """Any number of others."""
+        """Return the format for any number of unnamed parameters."""
         value = self._value(conj)
         if value is None:
             return constant("")
@@ -89,7 +91,7 @@ class Parameters:
         return {"type": "star", "content": sequence(*element)}
 
     def _value(self, conj: Conj) -> Format | None:
-        """None if there is none."""
+        """Return the format of a parameter's value, or None if no value is allowed."""
         alternatives = self._reader.settled(conj)
         forms: list[Format] = []
         if any(facts.text == String() for facts in alternatives):

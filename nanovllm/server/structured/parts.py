@@ -1,8 +1,10 @@
-"""Regular expressions as rules, part by part. There are more ways than one to read a text then, but
-no states for every count: the limit of a large repetition is counted while it is written.
+"""Regular expressions as grammar rules, part by part.
 
-xgrammar works out beforehand which tokens fit after each place of a rule, but only up to the end of
-that rule: what may reach beyond is tried anew with every mask. So no rule ends with a wide class.
+A text may then have more than one derivation, but counts need no states. The limit of a large
+repetition is counted during generation.
+
+xgrammar precomputes which tokens fit at each place of a rule, but only up to the end of that rule.
+Tokens that may extend past it are tried again for each mask. So no rule ends with a wide class.
 """
 
 from __future__ import annotations
@@ -18,14 +20,16 @@ from nanovllm.server.structured.rules import Rules
 from nanovllm.server.structured.texts import SLACK, distances, ending_within
 
 LEAST_SHARE = 8  # characters of one repetition
-LIMIT = re.compile("most([0-9]+)")  # names a group of at most so many characters
-MOST_COPIES = 500  # of parts that repeat
+LIMIT = re.compile("most([0-9]+)")  # name of a group with a limit of characters
+MOST_COPIES = 500  # copies of repeated parts
 
 
 def text_of(rules: Rules, pattern: str, high: int | None = None) -> str:
-    """The rule for a JSON string, quotes included, in which the expression is found. `high`: the
-    most characters, of which each repetition without a limit gets the same share. Raises
-    PatternError."""
+    """Return the rule for a JSON string, with quotes, in which the expression is found.
+
+    `high`: the most characters; each unlimited repetition gets an equal share of them. Raise
+    PatternError.
+    """
     share = None
     if high is not None:
         width, loops = _widths(parsed(pattern))
@@ -49,8 +53,10 @@ def text_of(rules: Rules, pattern: str, high: int | None = None) -> str:
 
 
 def _widths(items: Any) -> tuple[int, int]:  # noqa: ANN401
-    """The most characters of all but the repetitions without a limit, and how many of those there
-    are. Raises PatternError where those repeat more than single characters."""
+    """Return the most characters outside unlimited repetitions, and the number of these.
+
+    Raise PatternError if they repeat more than single characters.
+    """
     width = loops = 0
     for code, value in items:
         if code in (op.MAX_REPEAT, op.MIN_REPEAT):
@@ -71,7 +77,7 @@ def _widths(items: Any) -> tuple[int, int]:  # noqa: ANN401
 
 
 def _alternatives(tree: list[Any]) -> list[list[Any]]:
-    """Each with anchors of its own."""
+    """Return the top-level alternatives, each with its own anchors."""
     if len(tree) == 1 and tree[0][0] is op.BRANCH:
         return [one for branch in tree[0][1][1] for one in _alternatives(list(branch))]
     if len(tree) == 1 and tree[0][0] is op.SUBPATTERN and not any(tree[0][1][1:3]):
@@ -80,11 +86,11 @@ def _alternatives(tree: list[Any]) -> list[list[Any]]:
 
 
 class _Parts:
-    """Writes an expression from its end to its beginning: each rule reads one part and goes on.
+    """Writer of an expression's rules, from its end to its beginning.
 
-    A wide class is then read by a rule that does not end after it, so that xgrammar knows before
-    the first mask of all tokens whether they fit. Parts without wide classes are rules of their
-    own, which other rules share.
+    Each rule reads one part and continues with the next rule. The rule that reads a wide class then
+    does not end after it, so xgrammar can check tokens before the first mask. Parts without wide
+    classes are separate rules, which other rules share.
     """
 
     def __init__(self, rules: Rules, share: int | None, names: dict[str, int]) -> None:
@@ -96,7 +102,7 @@ class _Parts:
         self._num_copies = 0
 
     def closing(self) -> str:
-        """The last quote."""
+        """Return the rule for the closing quote."""
         return self._named("closing", [(r'"\""',)])
 
     def _named(self, key: str, body: Rule) -> str:
@@ -105,7 +111,7 @@ class _Parts:
         return self._known[key]
 
     def then(self, items: Any, after: str) -> str:  # noqa: ANN401 - the reader's
-        """The rule that reads the items, then goes on with another."""
+        """Return the rule that reads the items and continues with rule `after`."""
         for code, value in reversed(items):
             after = self._named(f"{code} {value} {after}", self._item(code, value, after))
         return after
@@ -129,7 +135,7 @@ class _Parts:
         return list(dict.fromkeys(made))
 
     def _first(self, items: Any, after: str) -> Rule:  # noqa: ANN401
-        """The same as `then`, but what its rule reads."""
+        """Return the body of the rule that `then` would return."""
         if not items:
             return [(after,)]
         (code, value), *others = items
@@ -143,7 +149,7 @@ class _Parts:
         if limit is not None and (least, width) == (1, 1) and limit - low > MANY:
             return [(self._limited(low, limit, inner), after)]
         self._count(low if limit is None else limit)
-        if least == 0 and limit is None:  # a loop through nothing: of a rule that may be empty
+        if least == 0 and limit is None:  # the part may be empty: loop over a rule for it
             one = self._shared([inner])
             loop = self._rules.name("loop")
             self._rules.bodies[loop] = [('""',), (one, loop)]
@@ -165,14 +171,14 @@ class _Parts:
         return list(self._rules.bodies[more])
 
     def loop(self, one: Rule, after: str) -> str:
-        """Any number of these characters, then a rule."""
+        """Return the rule for any number of these characters, followed by rule `after`."""
         name = self._rules.name("loop")
         self._rules.tell(name, "value")
         self._rules.bodies[name] = [*((*sequence, name) for sequence in one), (after,)]
         return name
 
     def _limited(self, low: int, most: int, inner: Any) -> str:  # noqa: ANN401
-        """So many of one character, counted while they are written."""
+        """Return a rule for `low` to `most` of one character, counted during generation."""
         key = f"limited {low} {most} {inner}"
         if key not in self._known:
             self._count(low)
@@ -185,13 +191,15 @@ class _Parts:
         return self._known[key]
 
     def _characters(self, inner: Any) -> Rule:  # noqa: ANN401
-        """What single characters of an expression are written as."""
+        """Return the bodies that match one character of a single-character expression."""
         empty = self._named("nothing", [('""',)])
         return [sequence[:-1] for sequence in self._first(inner, empty)]
 
     def _counted(self, inner: Any, most: int) -> str:  # noqa: ANN401
-        """A rule of at most so many characters, counted while they are written: an automaton
-        whose texts can always end soon."""
+        """Return a rule for at most `most` characters, counted during generation.
+
+        Its automaton is restricted to texts that can always end soon.
+        """
         dfa = anchored(list(inner))
         slack = max(distances(dfa)) + SLACK
         body = self._rules.dfa(ending_within(dfa, slack))
@@ -242,12 +250,12 @@ class _Parts:
 
 
 def _is_shared(branches: Any) -> bool:  # noqa: ANN401
-    """Whether it has several characters, none of a wide class, and no limit of its own."""
+    """Return True if no branch has a wide class or a large repetition."""
     return all(not num_wide(branch) for branch in branches) and not _has_large(branches)
 
 
 def _has_large(branches: Any) -> bool:  # noqa: ANN401
-    """Whether a repetition in it is counted as it is written, or has a share."""
+    """Return True if a repetition is unlimited or is counted during generation."""
     inner: list[Any] = []
     for code, value in (item for branch in branches for item in branch):
         if code in (op.MAX_REPEAT, op.MIN_REPEAT):

@@ -1,7 +1,8 @@
-"""Regular expressions of clients outside of JSON: which of them xgrammar 0.2.8 takes at their word.
+"""Checks of clients' regular expressions outside JSON against xgrammar 0.2.8.
 
-Decision: expressions are read by Python's own reader, whose dialect is nearly ECMA's, only to find
-what xgrammar would ignore (look-around, flags, anchors inside) or fail at (large counts).
+Decision: Python's own parser reads the expressions, since its dialect is nearly ECMA's. It only
+serves to find parts that xgrammar would ignore (look-around, flags, inner anchors) or fail at
+(large counts).
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ MAX_STATES = 1000  # each takes 2 to 20 ms to compile
 
 
 def vet(pattern: str) -> None:
-    """Vets a pattern for whole texts. Raises PatternError."""
+    """Check a pattern for whole texts. Raise PatternError."""
     items = list(parsed(pattern))
     starts, ends = items[:1] == [(op.AT, op.AT_BEGINNING)], items[-1:] == [(op.AT, op.AT_END)]
     _states(items[starts : len(items) - ends])
 
 
 def _states(items: Any) -> int:  # noqa: ANN401 - the reader's: a list of (code, value)
-    """About how many it has."""
+    """Return an estimate of the number of states."""
     states = 0
     for code, value in items:
         if code in (op.MAX_REPEAT, op.MIN_REPEAT):

@@ -1,13 +1,13 @@
-"""Rules as data, and which of them can match anything."""
+"""Grammar rules as data, and the removal of rules that match nothing."""
 
 from __future__ import annotations
 
 Sequence = tuple[str, ...]  # of terminals, which begin with a quote or a bracket, and of rules
-Rule = list[Sequence]  # one of them
+Rule = list[Sequence]  # alternatives
 
 
 def productive(bodies: dict[str, Rule]) -> dict[str, Rule]:
-    """Without what can't match: alternatives that need a rule that matches nothing."""
+    """Return the rules without alternatives that need a rule that matches nothing."""
     users: dict[str, list[tuple[str, int]]] = {}
     missing: dict[tuple[str, int], int] = {}
     good: set[str] = set()
@@ -38,7 +38,7 @@ def productive(bodies: dict[str, Rule]) -> dict[str, Rule]:
 
 
 def renamed(item: str, same: dict[str, str]) -> str:
-    """Without rules that are nothing but another."""
+    """Replace a rule that only refers to another rule by that rule."""
     if not is_rule(item):
         return item
     name, brace, counts = item.partition("{")
@@ -54,5 +54,5 @@ def is_rule(item: str) -> bool:
 
 
 def bare(item: str) -> str:
-    """Without its counts."""
+    """Return a rule's name without its repetition counts."""
     return item.partition("{")[0]

@@ -1,8 +1,10 @@
-"""JSON Schemas of clients, read: what each says about each type (facts.py), with `allOf`, `$ref`,
-`not`, `if` and the like resolved, as alternatives of which one must hold.
+"""Reader of clients' JSON Schemas: constraints by type (facts.py), as alternatives.
 
-What can't be enforced is refused with its keyword and place; best effort leaves it out. Keywords
-and formats that JSON Schema does not have mean nothing, as in JSON Schema itself.
+`allOf`, `$ref`, `not`, `if` and similar keywords are resolved. A value must match one of the
+alternatives.
+
+A keyword that cannot be enforced is refused with its place, or left out under best effort. Keywords
+and formats that are not part of JSON Schema are ignored, as JSON Schema requires.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from nanovllm.server.structured.regexes import found
 from nanovllm.server.structured.register import MAX_ALTERNATIVES, InexactError, Register
 from nanovllm.server.structured.texts import automaton
 
-MAX_NESTED = 64  # keywords that speak of the same value
+MAX_NESTED = 64  # nesting depth of keywords that apply to the same value
 UNENFORCED = ("unevaluatedItems", "$dynamicRef", "$recursiveRef")
 
 
 class SchemaReader(Register):
-    """The reader of one schema."""
+    """Reader of one schema."""
 
     def __init__(self, root: object, where: str, *, exact: bool) -> None:
         super().__init__(where, exact=exact)
@@ -41,7 +43,7 @@ class SchemaReader(Register):
         self._open: list[int] = []
 
     def facts(self, conj: Conj) -> list[Facts]:
-        """The alternatives; none if nothing matches."""
+        """Return the alternatives of a conjunction; an empty list if nothing matches."""
         if (known := self._known.get(conj)) is not None:
             return known
         made = [EVERYTHING]
@@ -51,7 +53,10 @@ class SchemaReader(Register):
         return made
 
     def settled(self, conj: Conj) -> list[Facts]:
-        """The same, once what can't be enforced has been refused or, as best effort, left out."""
+        """Return the alternatives after handling negations that cannot be enforced.
+
+        These are refused, or left out under best effort.
+        """
         try:
             return self.facts(conj)
         except InexactError as error:
@@ -117,7 +122,7 @@ class SchemaReader(Register):
         return made
 
     def target(self, given: Schema, path: str) -> list[Conj]:
-        """What its `$ref` leads to; under best effort nothing for one that leads nowhere."""
+        """Return the target of `$ref`; an empty list under best effort if there is none."""
         reference = given["$ref"]
         try:
             if self._names is None:
@@ -144,7 +149,7 @@ class SchemaReader(Register):
         return self.product(made, [f for conj in branches for f in self.facts(conj)], path)
 
     def _one(self, given: Schema, keyword: str, path: str, made: list[Facts]) -> list[Facts]:
-        """Where two branches may both match, the others' opposites are merged into each."""
+        """Merge the negations of the other branches into each branch that may overlap with them."""
         branches = self.listed(given["oneOf"], path)
         matched = [self.product(made, self.facts(conj), path) for conj in branches]
         alone = list(matched)
@@ -166,7 +171,7 @@ class SchemaReader(Register):
         return both
 
     def _are_apart(self, some: list[Facts], others: list[Facts], depth: int = 3) -> bool:
-        """Plainly: what is not sure of is no."""
+        """Return True if the two surely have no value in common. False if that is uncertain."""
         self.spend(len(some) * len(others), "#")
         return all(self._is_plainly_empty(a.and_(b), depth) for a in some for b in others)
 
@@ -193,7 +198,7 @@ class SchemaReader(Register):
         return False
 
     def opposite(self, conj: Conj) -> list[Facts]:
-        """The facts of whatever does not match all of them together. Raises InexactError."""
+        """Return the facts of all values that violate at least one schema. Raise InexactError."""
         return [silent(facts) for literal in conj for facts in self.facts((-literal,))]
 
     def _not(self, given: Schema, keyword: str, path: str, made: list[Facts]) -> list[Facts]:
@@ -219,7 +224,7 @@ class SchemaReader(Register):
         return self.product(made, holds + fails, path)
 
     def _dependent(self, given: Schema, keyword: str, path: str, made: list[Facts]) -> list[Facts]:
-        """Either the property is not there, or what depends on it holds."""
+        """Allow either an object without the property, or one that satisfies the dependency."""
         needs = given[keyword]
         if not isinstance(needs, dict):
             self.refuse(path, "must be an object")
@@ -239,7 +244,7 @@ class SchemaReader(Register):
 
 
 def silent(facts: Facts) -> Facts:
-    """The same about properties, of which it does not speak where others are asked for."""
+    """Return the facts with property layers that do not close the object."""
     if facts.object is None:
         return facts
     layers = tuple(replace(layer, closes=False) for layer in facts.object.layers)
@@ -247,12 +252,12 @@ def silent(facts: Facts) -> Facts:
 
 
 def evaluated(given: Object) -> tuple[PropertyLayer, ...]:
-    """What speaks of properties by a schema that holds, not by the opposite of one."""
+    """Return the layers of schemas that hold, without those from negations."""
     return tuple(layer for layer in given.layers if layer.closes)
 
 
 def is_no_text(text: String) -> bool:
-    """Whether no text matches, as far as that is cheap to say."""
+    """Return True if no string matches. False if that cannot be found out cheaply."""
     try:
         return automaton(text).is_empty()
     except PatternError:

@@ -1,4 +1,4 @@
-"""Where references of a schema lead, within the schema: JSON pointers, anchors and ids."""
+"""Resolution of references within a schema: JSON pointers, anchors and ids."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from urllib.parse import unquote, urljoin
 
 
 class UnknownReferenceError(Exception):
-    """It leads out of the document, or to nothing."""
+    """A reference to another document or to a missing place."""
 
 
 class Addresses(dict[str, tuple[Any, str]]):
-    """Every schema of a document that has an id or an anchor, by its whole address."""
+    """Schemas of a document that have an id or an anchor, by absolute address."""
 
     def __init__(self, root: object) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Addresses(dict[str, tuple[Any, str]]):
 
 
 def pointer(reference: object, root: object, names: Addresses) -> tuple[Any, str]:
-    """What it leads to, and where that is. Raises UnknownReferenceError."""
+    """Return the target of a reference and its path. Raise UnknownReferenceError."""
     if not isinstance(reference, str):
         raise UnknownReferenceError
     for address in (_joined(names.base, reference), reference.removesuffix("#")):

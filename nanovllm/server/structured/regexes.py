@@ -1,8 +1,8 @@
 """Regular expressions as automata.
 
-Decision: expressions are read by Python's own reader, whose dialect is nearly ECMA's; what the
-classes mean is ECMA's (\\d is 0 to 9), and `$` is the very end. As in JSON Schema an expression is
-searched for: without anchors it may stand anywhere.
+Decision: Python's own parser reads the expressions, since its dialect is nearly ECMA's. Classes
+have ECMA's meaning (\\d is 0 to 9), and `$` matches only at the very end. An expression without
+anchors may match anywhere in the text, as in JSON Schema.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from nanovllm.server.structured.automata import (
     merged,
 )
 
-MAX_COPIES = 40_000  # moves of an expression, with its repetitions
-MAX_MEMBERS = 400_000  # of all sets of states in which a text may be: a second's work
-WIDE = 30  # characters of a class
-MANY = 24  # from here on a repetition's upper limit is not counted by states
+MAX_COPIES = 40_000  # states of an expression, with repetitions expanded
+MAX_MEMBERS = 400_000  # members of all state sets together; takes about a second
+WIDE = 30  # characters; a class of at least this size is wide
+MANY = 24  # a larger upper limit of a repetition is not counted by states
 _DIGIT: Ranges = ((0x30, 0x39),)
 _WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 _SPACE: Ranges = (
@@ -42,21 +42,24 @@ _LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 
 @lru_cache(maxsize=512)
 def found(pattern: str) -> Dfa:
-    """The texts in which the expression is found. Raises PatternError."""
+    """Return the automaton of texts that contain a match. Raise PatternError."""
     made = _Nfa()
     return _deterministic(made, made.build([list(parsed(pattern))], made.state()))
 
 
 def anchored(items: list[Any]) -> Dfa:
-    """The texts that these parts of an expression match from end to end."""
+    """Return the automaton of texts that these parts match from end to end."""
     made = _Nfa()
     return _deterministic(made, made.build([[_BEGINNING, *items, _ENDING]], made.state()))
 
 
 @lru_cache(maxsize=512)
 def loosened(pattern: str) -> tuple[Dfa, int | None]:
-    """The same without the upper limit of its one large repetition, where the limit is also one of
-    the whole text's length: texts found, and of at most so many characters."""
+    """Return the automaton of texts that contain a match, and a limit of their length or None.
+
+    If the expression has one large repetition whose limit also limits the whole text, the automaton
+    omits that limit.
+    """
     tree = list(parsed(pattern))
     if len(tree) < 3 or tree[0] != _BEGINNING or tree[-1] != _ENDING:
         return found(pattern), None
@@ -79,7 +82,7 @@ def _is_large(code: Any, value: Any) -> bool:  # noqa: ANN401
 
 
 def _width(item: Any) -> int | None:  # noqa: ANN401
-    """The characters that an item takes, where it always takes as many; else None."""
+    """Return the number of characters of an item, or None if it varies."""
     code, value = item
     if code in (op.MAX_REPEAT, op.MIN_REPEAT):
         low, high = value[2].getwidth()
@@ -91,7 +94,7 @@ def _width(item: Any) -> int | None:  # noqa: ANN401
 
 
 def num_wide(items: Any) -> int:  # noqa: ANN401 - the reader's
-    """How many times a class of many characters stands in it, repetitions counted."""
+    """Return the number of wide classes, with repetitions expanded."""
     count = 0
     for code, value in items:
         if code in (op.MAX_REPEAT, op.MIN_REPEAT):
@@ -106,7 +109,7 @@ def num_wide(items: Any) -> int:  # noqa: ANN401 - the reader's
 
 
 def whole(pattern: str) -> Dfa:
-    """The texts that the expression matches from end to end."""
+    """Return the automaton of texts that the expression matches from end to end."""
     return found(f"^(?:{pattern})$")
 
 
@@ -122,7 +125,10 @@ def parsed(pattern: str) -> Any:  # noqa: ANN401 - the reader's
 
 
 class _Nfa:
-    """With free moves, some of them only before the first character or behind the last."""
+    """Nondeterministic automaton.
+
+    Some of its empty moves are allowed only before the first or after the last character.
+    """
 
     def __init__(self) -> None:
         self.free: list[list[int]] = []
@@ -182,7 +188,7 @@ class _Nfa:
 
 
 def class_of(code: Any, value: Any) -> Ranges:  # noqa: ANN401
-    """The characters of one item of the reader's. Raises PatternError."""
+    """Return the characters that a parsed item matches. Raise PatternError."""
     if code is op.LITERAL:
         return ((value, value),)
     if code is op.NOT_LITERAL:
@@ -205,17 +211,17 @@ def class_of(code: Any, value: Any) -> Ranges:  # noqa: ANN401
 
 
 StateSet = frozenset[int]
-_DONE: StateSet = frozenset({-1})  # whatever follows
+_DONE: StateSet = frozenset({-1})  # already matched; any text may follow
 
 
 def _deterministic(nfa: _Nfa, end: int) -> Dfa:
-    """An automaton of texts in which it is found: anything may stand before and behind."""
+    """Return an automaton of the texts that contain a match."""
     subsets = _Subsets(nfa, end)
     return explored(subsets.first(), subsets.edges_of, subsets.is_final)
 
 
 class _Subsets:
-    """Sets of states in which a text may be, and whether it is at its first character."""
+    """Sets of possible states, with a flag for the start of the text."""
 
     def __init__(self, nfa: _Nfa, end: int) -> None:
         self._nfa = nfa

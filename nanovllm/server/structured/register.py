@@ -1,5 +1,4 @@
-"""The schemas within one, by number, and what is told of them: where one is refused, and how much
-work it takes to read."""
+"""Numbered schemas within one client's schema, its refusals, and the cost of reading it."""
 
 from __future__ import annotations
 
@@ -9,22 +8,22 @@ from typing import Any, NoReturn
 from nanovllm.server.errors import ApiError
 from nanovllm.server.structured.facts import ANYTHING, EVERYTHING, Conj, Facts
 
-MAX_PARTS = 20_000  # schemas within one
+MAX_PARTS = 20_000  # schemas within one schema
 MAX_ALTERNATIVES = 200  # of one value
-MAX_WORK = 40_000  # mergings, and states of automata
+MAX_WORK = 40_000  # merges, and states of automata
 
 
 class InexactError(Exception):
-    """What cannot be enforced."""
+    """A part of a schema that cannot be enforced."""
 
 
 class Register:
-    """The register of one schema. Every place is a JSON pointer."""
+    """Schemas within one schema, by number. Each place is a JSON pointer."""
 
     def __init__(self, where: str, *, exact: bool) -> None:
         self.exact = exact
         self._where = where
-        self._schemas: list[tuple[Any, str]] = [(False, "#")]  # numbered from 1 on
+        self._schemas: list[tuple[Any, str]] = [(False, "#")]  # numbered from 1
         self._numbers: dict[int, int] = {}
         self._constants: dict[str, Conj] = {}
         self._work = 0
@@ -38,12 +37,12 @@ class Register:
             self.refuse(path, otherwise)
 
     def inexact(self, path: str, what: str) -> None:
-        """Under best effort, nothing: go on without."""
+        """Refuse a schema that cannot be enforced; under best effort, return."""
         text = f"has {what}, which cannot be enforced; leave it out or ask for strict: false"
         self.expect(not self.exact, path, text)
 
     def spend(self, work: int, path: str) -> None:
-        """What takes time is counted, so that no schema takes long."""
+        """Count work, and refuse a schema that takes too much of it."""
         self._work += work
         self.expect(self._work <= MAX_WORK, path, "takes too long to combine what it says")
 
@@ -62,7 +61,7 @@ class Register:
         return (number,)
 
     def schema(self, literal: int) -> tuple[Any, str]:
-        """It or the one whose opposite is meant, and where it stands."""
+        """Return the schema of a literal or of its negation, and the schema's place."""
         return self._schemas[abs(literal) - 1]
 
     def path(self, conj: Conj) -> str:
@@ -75,7 +74,7 @@ class Register:
         return self._constants[key]
 
     def product(self, some: list[Facts], others: list[Facts], path: str) -> list[Facts]:
-        """The alternatives of what matches one of `some` and one of `others`."""
+        """Return the alternatives that satisfy one of `some` and one of `others`."""
         self.spend(len(some) * len(others), path)
         if some == [EVERYTHING]:
             return others

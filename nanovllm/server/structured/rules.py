@@ -1,10 +1,10 @@
-"""Rules of a grammar as xgrammar 0.2.8 reads them, and texts, automata and lengths as such rules.
+"""Grammar rules in the syntax of xgrammar 0.2.8, with rules for texts, automata and lengths.
 
-What costs time decides their form. A token's mask is worked out ahead for every place in a rule
-that reads characters, at the cost of reading most of the vocabulary where most letters may follow;
-tokens that may reach beyond the end of a rule are tried again with every mask. So what is free is
-one rule that refers to itself and to its own end, what may follow is said behind it, and automata
-share what they have in common.
+The form of the rules follows from their cost. xgrammar precomputes a token mask for every place in
+a rule that reads characters. Each costs a pass over most of the vocabulary if most letters may
+follow. Tokens that may extend past the end of a rule are tried again for each mask. Free text is
+therefore one rule that refers to itself and includes its own end. Lookahead states the text that
+may follow a rule, and automata share their common parts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from nanovllm.server.structured.regexes import MANY
 MAX_RULES = 60_000
 SPACE = r"[ \n\r\t]"
 FREE = r'[^"\\\x00-\x1f]'  # characters of strings that need no escape
-ENDS = {"value": r"[,}\]]", "key": '":"'}  # what may follow behind a string
-BEGINS = r' (= ["{\[0-9\-tfn])'  # what may follow before a value
+ENDS = {"value": r"[,}\]]", "key": '":"'}  # lookahead after a string
+BEGINS = r' (= ["{\[0-9\-tfn])'  # lookahead before a value
 ESCAPES = {0x22: '"', 0x5C: "\\\\", 0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r"}
 GROUPS = tuple(
     tuple((ord(c), ord(c)) for c in sorted(letters))
@@ -39,11 +39,11 @@ _SPECIAL: Ranges = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF))
 
 
 class TooManyRulesError(Exception):
-    """More than MAX_RULES."""
+    """More rules than MAX_RULES."""
 
 
 class Rules:
-    """Named; what has been made once is not made again."""
+    """Named rules. Equal rules are made only once."""
 
     def __init__(self, max_space: int) -> None:
         self._space = f"{SPACE}{{0,{max_space}}}"
@@ -56,7 +56,7 @@ class Rules:
         self.bodies["colon"] = [("ws", '":"', "ws")]
         self.bodies["comma"] = [("ws", '","', "ws")]
         self._ahead["colon"] = self._ahead["comma"] = BEGINS
-        self.bodies["next"] = [("ws", '","', "ws", r'"\""')]  # to the next key
+        self.bodies["next"] = [("ws", '","', "ws", r'"\""')]  # up to the next key
 
     def name(self, hint: str) -> str:
         if len(self.bodies) > MAX_RULES:
@@ -64,7 +64,7 @@ class Rules:
         return f"{hint}{next(self._numbers)}"
 
     def add(self, hint: str, body: Rule, *, end: str = "", mark: str = "") -> str:
-        """`end`: what may follow, a key of ENDS. `mark`: of the rule, in brackets."""
+        """Add a rule. `end`: key of ENDS for its lookahead. `mark`: its attribute in brackets."""
         name = self.name(hint)
         self.bodies[name] = body
         self.tell(name, end, mark)
@@ -76,7 +76,7 @@ class Rules:
         if mark:
             self._marks[name] = f"[{mark}]"
 
-    # -- what JSON has ------------------------------------------------------------------------
+    # -- JSON's own rules -----------------------------------------------------------------------
 
     def basic(self, name: str) -> str:
         if name in self.bodies:
@@ -93,7 +93,7 @@ class Rules:
     # -- strings ------------------------------------------------------------------------------
 
     def lengthy(self, low: int, high: int | None, end: str) -> str:
-        """Any string of such a length, from its first quote to its last."""
+        """Return the rule for any string of `low` to `high` characters, with its quotes."""
         key = (low, high, end)
         if key in self._known:
             return self._known[key]
@@ -109,9 +109,9 @@ class Rules:
         return made
 
     def _counted(self, low: int, high: int | None, end: str, closing: str = "") -> str:
-        """The rest of a string: its characters and, where it has an `end`, the last quote.
+        """Return the rule for the rest of a string: characters and, with `end`, the closing quote.
 
-        `closing`: what follows the quote that another rule writes.
+        `closing`: lookahead after a quote that another rule writes.
         """
         if not low and high is None and end:
             return self.basic(f"{end}_chars")
@@ -132,14 +132,17 @@ class Rules:
         return name
 
     def words(self, texts: Iterable[str]) -> str:
-        """JSON of these."""
+        """Return a rule for these texts as JSON strings."""
         sequences: Rule = [
             (literal(json.dumps(text, ensure_ascii=not is_plain(text))),) for text in texts
         ]
         return self.add("word", sequences)
 
     def dfa(self, dfa: Dfa, end: str = "", *, in_json: bool = True) -> str:
-        """Its texts. In JSON they are escaped, and with an `end` the last quote is behind them."""
+        """Return a rule for an automaton's texts.
+
+        In JSON they are escaped, and with an `end` the closing quote follows.
+        """
         key = (dfa, end, in_json)
         if key in self._known:
             return self._known[key]
@@ -165,7 +168,7 @@ class Rules:
         return names[0]
 
     def character(self, ranges: Ranges) -> str:
-        """One of these, as in a JSON string: its rule, or what it is."""
+        """Return a class or a rule for one of these characters within a JSON string."""
         if not without(((0, 0x10FFFF),), _SPECIAL) or not any(
             a <= high and low <= b for low, high in ranges for a, b in _SPECIAL
         ):
@@ -176,12 +179,12 @@ class Rules:
         return self._known[key]
 
     def moves(self, ranges: Ranges, to: str = "") -> Rule:
-        """One character of these as in a JSON string, then a rule, if any."""
+        """Return alternatives for one of these characters in a JSON string, then rule `to`."""
         made = self._moves(ranges, to or "ws", in_json=True, free="")
         return made if to else [sequence[:-1] for sequence in made]
 
     def _moves(self, ranges: Ranges, to: str, *, in_json: bool, free: str) -> Rule:
-        """One character of these, then a rule."""
+        """Return alternatives for one of these characters, followed by rule `to`."""
         made: Rule = []
         if not in_json:
             return [(class_text(without(ranges, ((0xD800, 0xDFFF),))), to)]
@@ -211,10 +214,10 @@ class Rules:
             self._known[key] = self.add("group", [(class_text(group), to)], end=end)
         return self._known[key]
 
-    # -- the whole ----------------------------------------------------------------------------
+    # -- the whole grammar --------------------------------------------------------------------
 
     def text(self, root: str) -> str | None:
-        """The grammar of all that the rule needs and that can match; None if it matches nothing."""
+        """Return the grammar of a rule and the rules it needs, or None if it matches nothing."""
         bodies = productive(self.bodies)
         if not bodies[root]:
             return None
@@ -283,7 +286,7 @@ _CHARS = {
 _BASIC: dict[str, Rule] = {
     **_CHARS,
     "any_escape": [(r'["\\/bfnrt]',), ('"u"', "[0-9a-fA-F]{4}")],
-    "escape": [(r'["\\bfnrt]',), ('"u00"', "[01]", "[0-9a-fA-F]")],  # what needs it
+    "escape": [(r'["\\bfnrt]',), ('"u00"', "[01]", "[0-9a-fA-F]")],  # the characters that need one
     "string": [(r'"\""', "value_chars")],
     "integer": [('"0"',), ("sign", "[1-9]", "[0-9]*")],
     "sign": [('""',), ('"-"',)],

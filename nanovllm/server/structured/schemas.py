@@ -1,13 +1,13 @@
-"""JSON Schemas of clients as grammars for xgrammar, which enforce all that the schemas say: read
-(reading.py), merged type by type (facts.py), and written as rules (grammar.py).
+"""Clients' JSON Schemas as grammars for xgrammar that enforce the whole schema.
 
-What cannot be enforced is refused with its keyword and place. Best effort (`strict: false`) leaves
-it out and keeps the rest. Properties come in the order of the schema: those of a schema itself
-before those of the schemas that it merges, then others where `additionalProperties` or
-`patternProperties` allow them.
+A schema is read (reading.py), merged by type (facts.py) and written as rules (grammar.py).
 
-Decision: a grammar may be narrower than its schema, as what it matches is valid still. Objects
-whose schemas name properties and say nothing of others have no others.
+A keyword that cannot be enforced is refused with its place. Best effort (`strict: false`) leaves it
+out and keeps the rest. Properties come in the order of the schema, then those of the schemas that
+it merges. Others follow if `additionalProperties` or `patternProperties` allow them.
+
+Decision: a grammar may be narrower than its schema, because its outputs are still valid. An object
+whose schemas name properties but do not mention other properties has no others.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from nanovllm.server.structured.reading import SchemaReader
 
 MAX_BYTES = 1 << 20
 MAX_TEXT = 1 << 20  # of a grammar
-MAX_SPACE = 8  # white space between two tokens of JSON
+MAX_SPACE = 8  # white space between two JSON tokens
 OBJECT = {"type": "object"}
 
 
 def read(schema: object, where: str, *, exact: bool) -> SchemaReader:
-    """`where`: the request's field. Raises ApiError."""
+    """Return the reader of a schema. `where`: the request's field. Raise ApiError."""
     reader = SchemaReader(schema, where, exact=exact)
     try:
         size = len(json.dumps(schema))
-    except ValueError:  # Python writes no integer of more than 4300 digits
+    except ValueError:  # Python refuses to write integers of more than 4300 digits
         reader.refuse("#", "has a number of too many digits")
     reader.expect(size <= MAX_BYTES, "#", f"has more than {MAX_BYTES} bytes")
     reader.expect(isinstance(schema, bool | dict), "#", "is no object")
@@ -43,8 +43,10 @@ def compiled(
     max_space: int = MAX_SPACE,
     is_object: bool = False,
 ) -> str:
-    """The grammar's text, with the rule `root`. `is_object`: of a function's parameters, which
-    nothing but an object can be. Raises ApiError."""
+    """Return the grammar of a schema, with the rule `root`. Raise ApiError.
+
+    `is_object`: allow only objects, as for a function's parameters.
+    """
     reader = read(schema, where, exact=exact)
     conj = reader.conj(schema, "#")
     if is_object:

@@ -1,9 +1,10 @@
-"""What a request lets the model write, from its first token to its last, as one structural tag:
-thinking, then calls in the family's own syntax, or text, or the form the client asked for.
+"""The allowed output of a request, from its first token to its last, as one structural tag.
 
-Decision: markers that are single tokens are matched as tokens, and the engine gives added tokens
-no text that a grammar could match. So none of them appears inside JSON or prose, and the same
-letters typed as ordinary text end nothing, for the grammar and for the parser alike.
+It has thinking, then calls in the family's syntax, text, or the form that the client requested.
+
+Decision: markers that are single tokens are matched as tokens, and the engine gives added tokens no
+text that a grammar could match. So markers never appear inside JSON or prose. The same letters
+written with ordinary tokens end nothing, in the grammar as in the parser.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from nanovllm.server.structured.schemas import MAX_SPACE, OBJECT, compiled
 
 MAX_TAG_DEPTH = 32
 MAX_TAG_SPACE = 64
-MAX_BYTES = 1 << 16  # of a tag, a grammar or an expression of the client's
-MAX_VALUES = 2000  # of a choice
-MAX_TAG_BYTES = 1 << 20  # of everything together: tools may be many
-MAX_CHOICE_BYTES = 1 << 16  # of a choice's texts together
+MAX_BYTES = 1 << 16  # of a client's tag, grammar or expression
+MAX_VALUES = 2000  # texts of a choice
+MAX_TAG_BYTES = 1 << 20  # of the whole tag, since there may be many tools
+MAX_CHOICE_BYTES = 1 << 16  # of all texts of a choice
 NO_CALL: Format = {"type": "regex", "pattern": r"[^{\[\s](.|\s)*"}
 GAP: Format = {"type": "regex", "pattern": "\n{0,2}"}  # after thinking
 
 
 def structural_tag(request: ChatRequest, served: Served, turn: str) -> str:
-    """The tag as JSON. `turn`: what the prompt has written of the model's. Raises ApiError."""
-    # They may leave no token at all.
+    """Return the tag as JSON. `turn`: start of the model's turn in the prompt. Raise ApiError."""
+    # These fields could leave no allowed token.
     for field in ("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids"):
         if getattr(request, field):
             text = f"must be left out where {request.constrained_by} needs a grammar"
@@ -66,8 +67,11 @@ def structural_tag(request: ChatRequest, served: Served, turn: str) -> str:
 
 
 def vet_tools(request: ChatRequest, served: Served) -> None:
-    """Vets the tools of a request whose output is free. Raises ApiError as `structural_tag` does
-    once a call is required, so that the same tools are refused whatever the choice."""
+    """Check the tools of a request with free output. Raise ApiError.
+
+    The errors are those that `structural_tag` raises for a required call. A tool is thus refused
+    regardless of the tool choice.
+    """
     _Writer(request, served).vet_functions()
 
 
@@ -112,14 +116,14 @@ class _Writer:
             return calling
         if content is not None:
             return either(calling, content)
-        if self._family.bare:  # a text that begins as a call does must be one
+        if self._family.bare:  # a text that begins like a call must be one
             return either(calling, optional(NO_CALL))
         opener = self._family.opener
         before = ANY_TEXT if opener in self._ids else ANY_TEXT | {"excludes": [opener]}
         return sequence(before, optional(calling))
 
     def vet_functions(self) -> None:
-        """What no grammar will be made of is refused like what one is made of."""
+        """Check the tools' schemas without making a grammar."""
         choice, syntax = self._request.choice_of_tools, self._family.syntax
         if syntax is not None and choice.mode != "none":
             for where, schema, exact in self._functions(choice.names).values():
@@ -134,10 +138,10 @@ class _Writer:
                 found[function["name"]] = (where, given, function.get("strict") is True)
         return found
 
-    # -- the content that the client asked for --------------------------------------------------
+    # -- content in the client's form -----------------------------------------------------------
 
     def _content(self) -> Format | None:
-        """None if it may be any text."""
+        """Return the format of the content, or None if any text is allowed."""
         wanted, given = self._request.response_format or {}, self._request.structured_outputs
         if given is not None:
             return self._structured(given)
@@ -178,7 +182,7 @@ class _Writer:
         return dict(self._format(given["format"], f"{where}.format", 0))
 
     def _format(self, given: Any, where: str, depth: int) -> Any:  # noqa: ANN401
-        """The same with schemas and expressions vetted, and tokens by their ids."""
+        """Return a client's format with schemas and expressions checked and tokens as ids."""
         if depth > MAX_TAG_DEPTH:
             raise bad_value(where, f"nested at most {MAX_TAG_DEPTH} deep", "more")
         if isinstance(given, list):
@@ -206,7 +210,7 @@ class _Writer:
         return {key: self._format(v, f"{where}.{key}", depth + 1) for key, v in given.items()}
 
     def _token(self, given: Any, where: str) -> Any:  # noqa: ANN401
-        """The id of a token that is given by its text or its id."""
+        """Return the id of a token that is given as text or id."""
         token_id = self._id_of(given) if isinstance(given, str) else given
         if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
             raise bad_value(where, "a token of this model", given)

@@ -1,5 +1,4 @@
-"""Which strings match what is said of them: as words, as an automaton, or as one whose length is
-counted while it is written."""
+"""Strings under constraints, as words, as automata, or with a length counted during generation."""
 
 from __future__ import annotations
 
@@ -24,15 +23,15 @@ from nanovllm.server.structured.formats import FORMATS, SHORTER, WRITTEN
 from nanovllm.server.structured.regexes import MANY, WIDE, found, loosened, num_wide, parsed, whole
 
 MOST_COUNTED = 256  # characters that states may count
-MOST_CASES = 1000  # of states and lengths: longer texts are left out
+MOST_CASES = 1000  # states times lengths; longer texts are excluded
 LEAST_CASES = 60
 MOST_WIDE = 160  # states
-DWELLING = 10  # characters that may come next where a text goes on
-SLACK = 3  # characters beyond what a text needs to end
+DWELLING = 10  # least number of possible next characters of a text that goes on
+SLACK = 3  # characters beyond the least that a text needs to end
 
 
 def automaton(text: String) -> Dfa:
-    """All that match. Raises PatternError."""
+    """Return the automaton of all matching strings. Raise PatternError."""
     made = loose(replace(text, values=None, low=0, high=None), exact=True)[0]
     if text.values is not None:
         return words(v for v in words_of(text) if made.accepts(v))
@@ -42,7 +41,10 @@ def automaton(text: String) -> Dfa:
 
 
 def alone(text: String) -> str | None:
-    """The expression that is all that is said but for a greatest length, if there is one."""
+    """Return the one expression that the constraints consist of, or None if there is more.
+
+    Limits of the length are allowed in addition, if the expression implies the least length.
+    """
     expressions = [f"^(?:{WRITTEN.get(name, FORMATS[name])})$" for name in text.formats]
     expressions += [pattern for pattern, is_found in text.patterns if is_found]
     num_said = len(text.formats) + len(text.patterns)
@@ -53,8 +55,11 @@ def alone(text: String) -> str | None:
 
 @lru_cache(maxsize=512)
 def weighed(pattern: str) -> tuple[bool, int]:
-    """Whether its automaton is slow to compile, as after most states most letters may follow, and
-    how many states it took to know. Raises PatternError for what is no expression."""
+    """Return whether an automaton is slow to compile, and the number of states examined.
+
+    It is slow if most letters may follow most of its states. Raise PatternError for an invalid
+    expression.
+    """
     if "(?P<most" in pattern or num_wide(parsed(pattern)) > 2 * MOST_WIDE:
         return True, MOST_WIDE
     try:
@@ -66,7 +71,7 @@ def weighed(pattern: str) -> tuple[bool, int]:
 
 
 def words_of(text: String) -> list[str]:
-    """Those of its values that match the rest, apart from what `loose` says."""
+    """Return the allowed values that match the other constraints, not narrowed as by `loose`."""
     high = text.high
     kept = [
         v for v in text.values or () if text.low <= len(v) <= (len(v) if high is None else high)
@@ -84,8 +89,11 @@ def words_of(text: String) -> list[str]:
 def loose(
     text: String, *, exact: bool = False, most_cases: int = MOST_CASES
 ) -> tuple[Dfa, int | None]:
-    """Those that match and are no longer than so many characters; the number is enough to keep the
-    limit, as every text that long may end. Raises PatternError."""
+    """Return the automaton of matching strings, and a limit to count during generation or None.
+
+    Every text as long as the limit may end there, so the count alone enforces it. Raise
+    PatternError.
+    """
     highs = [] if text.high is None else [text.high]
     dfas = [whole(SHORTER.get(name, FORMATS[name])) for name in text.formats]
     for pattern, is_found in text.patterns:
@@ -117,7 +125,7 @@ def loose(
 
 
 def distances(dfa: Dfa) -> list[int]:
-    """How many characters every state is away from where a text may end."""
+    """Return the number of characters from each state to the nearest final state."""
     before: list[list[int]] = [[] for _ in dfa.edges]
     for at, edges in enumerate(dfa.edges):
         for _, _, to in edges:
@@ -133,7 +141,7 @@ def distances(dfa: Dfa) -> list[int]:
 
 
 def ending_within(dfa: Dfa, most: int) -> Dfa:
-    """Those of its texts that may end after at most so many characters, wherever they are."""
+    """Return the automaton of texts that can end within `most` characters at every point."""
     away = distances(dfa)
 
     def edges_of(at: tuple[int, int]) -> Iterator[tuple[int, int, tuple[int, int]]]:
@@ -146,7 +154,10 @@ def ending_within(dfa: Dfa, most: int) -> Dfa:
 
 
 def dwells(dfa: Dfa) -> bool:
-    """Whether texts may go on for long and end anywhere: as words do, not what ends in a suffix."""
+    """Return True if texts may go on for long and end anywhere, as words do.
+
+    Texts that need a suffix cannot.
+    """
     return any(
         to in dfa.finals and high - low >= DWELLING
         for at in dfa.finals
@@ -162,7 +173,7 @@ def shortest(dfa: Dfa) -> int:
 
 
 def is_cut_short(text: String) -> bool:
-    """Whether its length and what else is said of it would have to be counted together."""
+    """Return True if the length must be counted together with the other constraints."""
     made, _ = loose(replace(text, high=None))
     longest, high = longest_of(made), text.high or 0
     is_kept = longest is not None and longest <= high
@@ -170,7 +181,7 @@ def is_cut_short(text: String) -> bool:
 
 
 def longest_of(dfa: Dfa) -> int | None:
-    """None if there is no limit."""
+    """Return the length of the longest text, or None if there is no limit."""
     now, count = {0}, 0
     while now:
         now = {to for at in now for _, _, to in dfa.edges[at]}
@@ -181,11 +192,11 @@ def longest_of(dfa: Dfa) -> int | None:
 
 
 def may_end_at(dfa: Dfa, length: int) -> bool:
-    """Whether every text of so many characters that may go on may also end."""
+    """Return True if every text of `length` characters that may go on may also end."""
     now = frozenset({0})
     seen: dict[frozenset[int], int] = {}
     for at in range(length):
-        if now in seen:  # from here on it goes round
+        if now in seen:  # from here on the sets repeat
             period = at - seen[now]
             rest = (length - at) % period
             for _ in range(rest):

@@ -1,4 +1,4 @@
-"""Automata against Python's own search and arithmetic."""
+"""Automata give the same results as Python's own search and arithmetic."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_words_lengths_and_all_others() -> None:
         assert others.accepts(text) == (text not in some)
         assert lengths(1, 2).accepts(text) == (1 <= len(text) <= 2)
         assert lengths(2, None).accepts(text) == (len(text) >= 2)
-    narrow = other_than(some, 3)  # with few states, what begins like one of them is left out
+    narrow = other_than(some, 3)  # few states also exclude similar beginnings
     assert not any(narrow.accepts(text) for text in some)
     assert narrow.accepts("b1") and not narrow.accepts("ab1")
     assert few.few(10) == sorted(some) and found("^a").few(10) is None
@@ -88,8 +88,11 @@ def test_what_takes_too_many_states_is_refused() -> None:
 
 
 def test_where_a_text_may_be_at_once_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A minute's work for 40 characters of a request, otherwise: thousands of states, each of
-    which is one of thousands of places."""
+    """Building an automaton stops at MAX_MEMBERS members of state sets.
+
+    Without the limit, a request's 40 characters would take a minute: thousands of states, each a
+    set of thousands of positions.
+    """
     followed: list[int] = []
     edges_of = regexes._Subsets.edges_of
 
@@ -132,7 +135,7 @@ def test_numbers() -> None:
             if text.startswith("-0"):
                 continue
             if fits and number.multiples and len(text.partition(".")[2]) > 1:
-                continue  # written without zeros that say nothing
+                continue  # the grammar omits trailing zeros
             assert dfa.accepts(text) == fits, (number, text)
         for bad in ("", "-", "01", "1.", ".5", "1e5", "--1"):
             assert not dfa.accepts(bad)

@@ -1,4 +1,4 @@
-"""Grammars of calls in families whose calls have no markers, or that call nothing."""
+"""Call grammars of families whose calls have no markers, and of families without calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats of JSON Schema: what must match, what must not, and other readers' word for the rest."""
+"""Formats of JSON Schema accept valid texts, reject invalid ones, and agree with other parsers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_both_ways(name: str) -> None:
     whole = re.compile(FORMATS[name])
     assert [text for text in RIGHT[name].split(" ") if not whole.fullmatch(text)] == []
     assert [text for text in WRONG[name].split(" ") if whole.fullmatch(text)] == []
-    if "json-pointer" not in name:  # which may have any characters
+    if "json-pointer" not in name:  # JSON pointers may have any characters
         assert not whole.fullmatch(RIGHT[name].split(" ")[0] + "\n")
 
 
@@ -75,7 +75,7 @@ def is_date(text: str) -> bool:
 
 
 def is_moment(text: str) -> bool:
-    without = re.sub(r"\.[0-9]+", "", text.upper())  # Python knows six digits of a second
+    without = re.sub(r"\.[0-9]+", "", text.upper())  # Python parses at most six digits of a second
     return ":60" in text or bool(datetime.fromisoformat(without))
 
 
@@ -97,7 +97,7 @@ READERS: dict[str, Callable[[str], object]] = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_grammars_allow_the_same(name: str) -> None:
-    """Of host names and of names before an @ all but the longest."""
+    """The grammars allow the same texts, except the longest host names and local parts of mail."""
     text = compiled({"type": "string", "format": name}, "x", exact=True)
     grammar = compiler().compile_structural_tag(tag(text))
     texts = [text for text in RIGHT[name].split(" ") if len(text) < 60]
@@ -127,5 +127,5 @@ def test_every_address_can_be_written(address: ipaddress.IPv6Address, zeros: boo
 def test_every_day_and_moment_can_be_written(day: date, moment: datetime) -> None:
     assert re.fullmatch(FORMATS["date"], day.isoformat())
     text = moment.isoformat()
-    if re.search(r"[+-]\d\d:\d\d$", text):  # some zones of the past had seconds
+    if re.search(r"[+-]\d\d:\d\d$", text):  # some historical zones have seconds
         assert re.fullmatch(FORMATS["date-time"], text)

@@ -1,4 +1,4 @@
-"""Values nested very deeply: written as asked, or refused, and never a crash."""
+"""Deeply nested values are written in full or refused, and never crash the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers in schemas and requests that no double holds."""
+"""Numbers in schemas and requests that no double can represent."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_numbers_of_many_digits_mean_themselves() -> None:
     either = grammar_of({"enum": [HUGE, -HUGE, 2**53 + 1, 1e-7, 3]})
     for text in (str(HUGE), str(-HUGE), "9007199254740993", "0.0000001", "3", "3.0"):
         assert matches(either, text), text
-    # A reader of JSON takes the first of these for 2**53.
+    # JSON readers parse the first of these as 2**53.
     for text in ("9007199254740993.0", "9007199254740992", str(HUGE + 1), str(10**308), "0"):
         assert not matches(either, text), text
     least = grammar_of({"type": "integer", "minimum": HUGE})

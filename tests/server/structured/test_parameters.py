@@ -1,4 +1,4 @@
-"""Tools whose schemas are refused, or name not all of their parameters, family by family."""
+"""Tools whose schemas are refused, and tools with unnamed parameters, by model family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random schemas and random instances: `jsonschema` judges what the grammars allow."""
+"""Grammars of random schemas allow only instances that `jsonschema` accepts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Schemas as grammars: what each keyword allows, how what cannot be enforced is refused, and what
-is written at random. `jsonschema` judges."""
+"""Schemas as grammars: accepted instances, refusals, and random outputs checked by `jsonschema`."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def named(*names, **more):
     return {"type": "object", "properties": dict.fromkeys(names, INTEGER), **more}
 
 
-# -- what each keyword allows ----------------------------------------------------------------------
+# -- keywords --------------------------------------------------------------------------------------
 
 FREE = {"a": {"b": [1, "x", None, {}]}, "": 1}
 CASES = [
@@ -57,7 +56,7 @@ CASES = [
      [2.25, -1.51]),
     ({"type": "number", "minimum": 1e-9}, [1, 0.5], [0, -1]),
     ({"type": "integer", "exclusiveMinimum": 0, "maximum": 2**63}, [1, 2**63], [0, -1, 2**63 + 1]),
-    ({"type": "integer", "maximum": 5, "exclusiveMaximum": True}, [4], [6]),  # draft 4's
+    ({"type": "integer", "maximum": 5, "exclusiveMaximum": True}, [4], [6]),  # a draft 4 boolean
     ({"type": "number", "minimum": 0, "multipleOf": 0.5}, [0, 1.5], [0.25, -0.5]),
     ({"type": "integer", "multipleOf": 7, "minimum": 10}, [14, 70], [7, 15]),
     ({"type": "integer", "multipleOf": 3, "maximum": 10}, [9, -3], [10, 12]),
@@ -201,7 +200,7 @@ def test_many_optional_properties_are_quick() -> None:
     assert not matches(grammar, {names[5]: 1, names[3]: 1})
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 AT = "#/properties/x"
 INEXACT = [
@@ -316,19 +315,19 @@ def test_no_schema_takes_long(schema) -> None:
             assert len(compiled(schema, "x", exact=exact)) <= 1 << 20
         except ApiError as error:
             assert error.status == 400
-        except RecursionError:  # of json.dumps, before the schema is looked at
+        except RecursionError:  # raised by json.dumps, before the schema is read
             assert schema["type"] == "array"
     assert time.process_time() - begun < 12
 
 
-# -- written at random -----------------------------------------------------------------------------
+# -- random outputs --------------------------------------------------------------------------------
 
 CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
 LETTERS = [chr(i) for i in range(32, 127)] + ["\n", "é", "日"]
 
 
 def over_letters(schema) -> xgrammar.CompiledGrammar:
-    """Over a vocabulary of single characters."""
+    """Return the grammar compiled over a vocabulary of single characters."""
     words = [c.encode() for c in LETTERS] + [b""]
     info = xgrammar.TokenizerInfo(words, stop_token_ids=[len(LETTERS)])
     text = compiled(schema, "x", exact=True, max_space=2)
@@ -337,7 +336,7 @@ def over_letters(schema) -> xgrammar.CompiledGrammar:
 
 
 def written(grammar, rng, most=400) -> str | None:
-    """A random text; None if it gets too long. Closing characters are likelier."""
+    """Return a random text, or None if it gets too long. Closing characters are likelier."""
     matcher, text = xgrammar.GrammarMatcher(grammar), ""
     mask = xgrammar.allocate_token_bitmask(1, len(LETTERS) + 1)
     for _ in range(most):
@@ -378,7 +377,7 @@ TEXTS = ["".join(letters) for n in range(5) for letters in itertools.product(SMA
 
 
 def differences(pattern, texts) -> list[tuple[str, str]]:
-    """Between a JSON string's grammar and Python's search."""
+    """Return the texts on which the JSON string's grammar and Python's search disagree."""
     grammar = grammar_of({"type": "string", "pattern": pattern})
     searched = re.compile(pattern)
     return [(pattern, t) for t in texts if matches(grammar, t) != bool(searched.search(t))]

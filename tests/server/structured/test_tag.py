@@ -1,6 +1,6 @@
-"""Structural tags, compiled over the demo tokenizer: which outputs each request allows.
+"""Outputs that each request's structural tag allows, compiled over the demo tokenizer.
 
-The texts are what the families' models write; what is allowed is parsed, too.
+The texts follow the style of each family's models. Allowed texts are also parsed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SAY = {
     "$defs": {"hour": {"type": "integer", "maximum": 24}},
 }
 OPEN = "<think>\n"  # the prompt ends inside thinking
-OVER = "<think>\n\n</think>\n\n"  # and here after it
+OVER = "<think>\n\n</think>\n\n"  # the prompt ends after thinking
 CALLS, CALL, SEP, END_CALL, END = (
     "<\uff5ctool\u2581calls\u2581begin\uff5c>",
     "<\uff5ctool\u2581call\u2581begin\uff5c>",
@@ -111,7 +111,7 @@ def ids(text) -> list[int]:
 
 
 def letters(text) -> list[int]:
-    """The same without its markers as tokens."""
+    """Return the ids of a text with its markers spelled out in ordinary tokens."""
     return [i for character in text for i in ids(character)]
 
 
@@ -122,14 +122,14 @@ def allows(tokens, *, family="qwen3", turn="", **fields) -> bool:
 
 
 def takes(following, token) -> bool:
-    """By its mask: of a budget that is spent only the mask knows."""
+    """Accept a token if the mask allows it. Only the mask reflects a budget that is used up."""
     mask = xgrammar.allocate_token_bitmask(1, VOCAB)
     following.fill_next_token_bitmask(mask)
     return bool(mask[0, token // 32] >> token % 32 & 1) and following.accept_token(token)
 
 
 def said(tokens, *, family="qwen3", turn="", **fields) -> list:
-    """What the parser makes of an output that is allowed."""
+    """Return the parser's events for an output, which must be allowed."""
     assert allows(tokens, family=family, turn=turn, **fields)
     tokens = ids(tokens) if isinstance(tokens, str) else tokens
     parser = served(family).parser(turn, request(**fields).schemas, is_spelled=False, mends=False)
@@ -315,7 +315,7 @@ def test_thinking_then_json() -> None:
         Text(text),
     ]
     assert said(f"<think>\nhm\n</think>\n\n{text}", **fields) == [Reasoning("hm"), Text(text)]
-    assert not allows(text, turn=OPEN, **fields)  # unclosed
+    assert not allows(text, turn=OPEN, **fields)  # thinking is not closed
     assert not allows(f"hm</think>{text}</think>", turn=OPEN, **fields)
     assert not allows(f"<think>hm</think>{text}", turn=OVER, **fields)
     assert not allows(f"<think>hm</think>{text}", family="plain", **fields)
@@ -380,7 +380,7 @@ def test_no_added_token_is_possible_inside_json_or_text() -> None:
     ],
 )
 def test_no_added_token_is_possible_inside_a_raw_parameter(family, start) -> None:
-    """Nor an id that the tokenizer does not have."""
+    """No added token, and no id beyond the tokenizer's, is allowed inside a raw parameter."""
     tokenizer = served(family).template.tokenizer
     beyond = range(tokenizer.get_vocab_size(), VOCAB)
     for most in (None, 40):
@@ -415,7 +415,7 @@ CONTENTS = [
     ({"response_format": PERSON}, ['{"name": "A", "age": 1}'], ['{"name": "A"}', "{}"]),
     ({"response_format": TAG}, ['<x>{"a": 1}</x>'], ["<x>{}</x>", '{"a": 1}', "x"]),
     ({"response_format": TOKEN}, ["<tool_call>"], ["<", "x"]),
-    ({"response_format": VALUE}, ["ab"], ["", "x"]),  # a field that means nothing changes nothing
+    ({"response_format": VALUE}, ["ab"], ["", "x"]),  # an unknown field is ignored
     ({"structured_outputs": {"json": ADD}}, ['{"a": 1}'], ["{}"]),
     ({"structured_outputs": {"json": json.dumps(ADD)}}, ['{"a": 1}'], ["{}"]),
     ({"structured_outputs": {"json_object": True}}, ["{}"], ["[]"]),

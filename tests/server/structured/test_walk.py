@@ -1,4 +1,4 @@
-"""No form of string or number has masks that cost what trying the vocabulary anew costs."""
+"""No form of string or number has masks as slow as trying the whole vocabulary again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.server.structured import walk
 NUM_TOKENS = 60_000
 LETTERS = "etaoinsrhldcumfpgwybvkxjqz"
 MARKS = " \"'.,:;-_/\\()[]{}@#=+<>0123456789"
-SHARE = 2  # of what near a limit costs with xgrammar alone
+SHARE = 2  # least factor between xgrammar's mask near a limit and ours
 FORMS = (
     *("format email", "format idn-email", "format hostname", "format uri", "string"),
     *("at most 8", "at most 40", "two limits", "letters", "line", "shares", "escapes"),
@@ -30,7 +30,7 @@ FORMS = (
 
 
 def words(rng: random.Random) -> set[str]:
-    """Texts as vocabularies have them: words, also capital or after a space or a mark."""
+    """Return texts as in vocabularies: words, also capitalised or after a space or a mark."""
     found: set[str] = set()
     while len(found) < NUM_TOKENS - 256:
         word = "".join(rng.choices(LETTERS, weights=range(26, 0, -1), k=rng.randint(2, 9)))
@@ -51,7 +51,7 @@ def words(rng: random.Random) -> set[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of many tokens, none of which is made by merging."""
+    """Return the folder of a tokenizer with many tokens and no merges."""
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     spelled = ["".join(piece for piece, _ in spell.pre_tokenize_str(w)) for w in
@@ -79,7 +79,7 @@ def compiler_of(folder: Path) -> Compiler:
 
 @cache
 def alone_s(folder: Path) -> float:
-    """What the mask takes that xgrammar makes by itself four characters before a limit."""
+    """Return the CPU seconds of xgrammar's own mask four characters before a limit."""
     size = tokenizer_of(folder).get_vocab_size()
     made = xgrammar.GrammarCompiler(token_table(folder, size, [0]), cache_enabled=False)
     tag = walk.tag_of({"type": "string", "maxLength": 40})
@@ -106,7 +106,7 @@ def test_every_form_of_the_walk_compiles() -> None:
 
 
 def test_a_search_finds_what_a_random_walk_misses(folder: Path) -> None:
-    """Dear masks come after one of many characters, and after many of another."""
+    """Expensive masks come after one of many characters, or after many of one character."""
     compiler, size = compiler_of(folder), tokenizer_of(folder).get_vocab_size()
     slow = 'text ::= one text | ""\none ::= [a-z ] | "," "," one'
     for rules in (

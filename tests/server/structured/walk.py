@@ -1,9 +1,10 @@
-"""The cost of masks over an adversarial walk of every form of string and number.
+"""Cost of masks over an adversarial walk of every form of string and number.
 
     python -m tests.server.structured.walk FOLDER
 
-FOLDER holds the tokenizer.json of a model. Every form is searched for its dearest mask: after each
-kind of character, and before every limit. Prints milliseconds of CPU time, by form and in all.
+FOLDER holds the tokenizer.json of a model. Searches every form for its most expensive mask, after
+each kind of character and before every limit. Prints milliseconds of CPU time, by form and in
+total.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ BEGUN = {"format email": '"\\"abc def', "format idn-email": '"\\"abc def'}
 
 
 class Cost(NamedTuple):
-    """Seconds of CPU time. `text` comes before the dearest mask."""
+    """CPU seconds of the build and of each mask. `text` precedes the most expensive mask."""
 
     build_s: float
     masks_s: list[float]
@@ -68,7 +69,7 @@ def tag_of(schema: object) -> str:
 
 
 def walk(compiler: Compiler, tokenizer: Tokenizer, name: str, cpu_s: float, most: int) -> Cost:
-    """Search a form in a property of an object, and once more after a beginning of its own."""
+    """Search the masks of a form in an object's property, also after its start from BEGUN."""
     schema = {"type": "object", "properties": {"a": FORMS[name]}, "required": ["a"]}
     begun = time.process_time()
     grammar = compiler.build(tag_of(schema))
