@@ -1,7 +1,7 @@
-"""A search for the mask of a grammar that takes most time, over outputs that a model could write.
+"""Search for the most expensive mask of a grammar, over outputs that a model could write.
 
-While a grammar runs, every other request waits for its masks. Dear ones lie at few places: after a
-quote, before a limit, in one of many alternatives. A random walk hardly meets them.
+The masks of one grammar delay every other running request. Expensive ones are rare: after a quote,
+before a limit, in one of many alternatives. A random walk hardly ever reaches them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from nanovllm.engine.matching import Matcher, TokenTexts
 from nanovllm.plan import Masks
 
 MOST_MASKS = 200
-MOST_TOKENS = 48  # of an output, apart from repetitions
-MOST_REPEATED = 300  # times that one token is written
-BEFORE_END = (1, 2, 4, 8)  # tokens before a repetition comes to its end
-SURE = 3  # times that a mask is made: the least is its cost
+MOST_TOKENS = 48  # most different tokens of an output
+MOST_REPEATED = 300  # most repetitions of one token
+BEFORE_END = (1, 2, 4, 8)  # tokens before the end of a repetition
+SURE = 3  # measurements of a mask; the least is its cost
 LETTERS = b"aZ0 \"\\@.-/:,;_+=~%#'()<>{}[]\n\xc3\xe4\xb8"
 
 
@@ -31,9 +31,10 @@ class Dearest(NamedTuple):
 
 
 class Search:
-    """Visits outputs by turns: the one after the dearest mask, and the one that was met first.
+    """Best-first and breadth-first search in turns.
 
-    Masks that are the same lead to the same, so each is gone on from once.
+    One turn extends the output with the most expensive mask, the other the output found first.
+    Equal masks lead to equal continuations, so each mask is extended only once.
     """
 
     def __init__(self, matcher: Matcher, texts: TokenTexts, vocab_size: int) -> None:
@@ -41,7 +42,7 @@ class Search:
         self._mask = np.zeros(-(-vocab_size // 32), np.int32)
         singles = {texts.spelled[token]: token for token in _tokens_of(texts.singles)}
         self._letters = [singles[bytes([b])] for b in LETTERS if bytes([b]) in singles]
-        self._output: list[int] = []  # what the matcher has read since the search began
+        self._output: list[int] = []  # tokens that the matcher has read since the search began
         self._seen: set[bytes] = set()
         self._waiting: list[tuple[float, int, list[int], list[int]]] = []
         self._numbers = count()
@@ -49,9 +50,9 @@ class Search:
         self.dearest = Dearest(0.0, [])
 
     def run(self, cpu_s: float, most_masks: int = MOST_MASKS) -> Dearest:
-        """Search until so much CPU time is spent or so many masks are made.
+        """Search until `cpu_s` seconds of CPU time are spent or `most_masks` masks are made.
 
-        The matcher is left where it was.
+        The matcher is returned to its initial position.
         """
         until = time.thread_time() + cpu_s
         self._visit([])
@@ -66,7 +67,7 @@ class Search:
         return self.dearest
 
     def _longer(self, output: list[int], token: int) -> Iterator[list[int]]:
-        """Outputs with the token once, and with as many as fit, or nearly so."""
+        """Yield the output with the token once, and repeated up to or almost up to a limit."""
         yield [*output, token]
         if not self._go_to([*output, token]):
             return
@@ -95,7 +96,7 @@ class Search:
         )
 
     def _cost_s(self) -> float:
-        """Make the mask, and return the CPU time of one."""
+        """Make the mask and return its CPU time in seconds."""
         costs = []
         for _ in range(SURE):
             begun = time.thread_time()
@@ -106,14 +107,14 @@ class Search:
         return min(costs)
 
     def _following(self) -> list[int]:
-        """Tokens of all kinds that may come next: single bytes, and one of the others."""
+        """Return allowed tokens of each kind: single bytes, and one or two of the others."""
         words = self._mask.view(np.uint32)
         allowed = [t for t in self._letters if words[t // 32] >> np.uint32(t % 32) & 1]
         others = _tokens_of(self._mask)
         return list(dict.fromkeys([*allowed, *others[len(others) // 2 :][:1], *others[:1]]))
 
     def _go_to(self, output: list[int]) -> bool:
-        """Have the matcher stand after an output; False if it cannot."""
+        """Move the matcher to the end of an output. Return False if it cannot accept it."""
         same = 0
         while same < min(len(output), len(self._output)) and output[same] == self._output[same]:
             same += 1

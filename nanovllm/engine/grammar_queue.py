@@ -1,10 +1,10 @@
-"""Who waits for which grammar, which one is compiled next, and what is kept of it.
+"""Queue and cache of grammar compilations.
 
-Two workers, whatever waits. A grammar is first tried in a process that can be ended (trials.py),
-then compiled by the worker: it takes as long once more, and no longer.
+There are two workers, however long the queue is. A grammar is first tried in a process that can be
+ended (trials.py). The worker then compiles it again, which takes no longer than the trial.
 
-Decision: compiled grammars do not travel between processes. xgrammar 0.2.8 writes 209 MB in 14 s
-for a schema of 200 objects that takes 0.05 s to compile.
+Decision: compiled grammars do not travel between processes. A schema of 200 objects takes 0.05 s to
+compile, but xgrammar 0.2.8 writes the result as 209 MB in 14 s.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from nanovllm.wire import RefusalKind
 
 log = logging.getLogger("engine")
 WORKERS = 2
-AGEING_BYTES = 16 << 10  # a second of waiting is worth so many bytes of a smaller grammar
-QUEUE_BYTES = 64 << 20  # of the different grammars that are waited for
+AGEING_BYTES = 16 << 10  # bytes of size that one second of waiting outweighs
+QUEUE_BYTES = 64 << 20  # of all different grammars that requests wait for
 CACHE_BYTES = 256 << 20
-ENTRY_BYTES = 1000  # of the cache's own, for each grammar
-TIMEOUT_KEPT_S = 60.0  # CPU time, too, grows somewhat with the machine's load
+ENTRY_BYTES = 1000  # the cache's own overhead per grammar
+TIMEOUT_KEPT_S = 60.0  # CPU time also grows somewhat with the machine's load
 WARM_TAG = '{"type":"structural_tag","format":{"type":"const_string","value":"warm"}}'
 
 
 class Failure(NamedTuple):
-    """Why there is no grammar."""
+    """Reason for which there is no grammar."""
 
     kind: RefusalKind
     reason: str
-    kept_s: float = inf  # for so long who asks again hears the same at once
+    kept_s: float = inf  # seconds for which equal requests get the same failure
 
 
 class Builder(Protocol):
-    """What compiles a grammar that has passed its trial. Two threads may call it at once."""
+    """Compiler of a grammar that has passed its trial. Two threads may call it at once."""
 
     def prepare(self) -> None:
-        """Called before each `build`, while the trial runs: the first may take seconds."""
+        """Get ready. Called before each `build`, during the trial. The first call takes seconds."""
         ...
 
     def build(self, tag: str) -> CompiledPair: ...
 
 
 CompileOutcome: TypeAlias = CompiledPair | Failure
-OnCompiled: TypeAlias = Callable[[CompileOutcome], None]  # called once, by any thread
+OnCompiled: TypeAlias = Callable[[CompileOutcome], None]  # called once, from any thread
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class PendingGrammar:
     """A grammar that requests wait for."""
 
     tag: str
-    order: float  # the smallest is next
+    order: float  # the smallest is compiled next
     waiting: dict[int, OnCompiled] = field(default_factory=dict)  # by request
     trial: Trial | None = None  # while it runs
 
@@ -67,33 +67,36 @@ class PendingGrammar:
 class CachedGrammar(NamedTuple):
     outcome: CompileOutcome
     num_bytes: int
-    until: float  # monotonic
+    until: float  # monotonic time
 
 
 class GrammarQueue:
-    """Smallest grammar first. One that nobody waits for any longer is not compiled, nor gone on
-    with; those who wait for the same one share it."""
+    """Queue of grammars, smallest first.
+
+    Requests for the same grammar share its compilation. A grammar is dropped, and its trial ended,
+    once no request waits for it.
+    """
 
     def __init__(self, trials: Trials, builder: Builder, compile_s: float) -> None:
-        """A trial may take `compile_s` seconds of CPU time."""
+        """`compile_s`: CPU seconds that a trial may take."""
         self.failures = Counter(invalid=0, timeout=0, died=0)
         self._trials = trials
         self._builder = builder
         self._compile_s = compile_s
-        self._changed = threading.Condition()  # guards all below
+        self._changed = threading.Condition()  # guards all fields below
         self._is_closed = False
         self._workers: list[threading.Thread] = []
-        self._jobs: dict[str, PendingGrammar] = {}  # waiting and running, by their grammars
+        self._jobs: dict[str, PendingGrammar] = {}  # waiting and running ones, by grammar
         self._queued: list[PendingGrammar] = []
         self._job_of: dict[int, PendingGrammar] = {}  # by request
-        self._kept: OrderedDict[str, CachedGrammar] = OrderedDict()  # least used first
+        self._kept: OrderedDict[str, CachedGrammar] = OrderedDict()  # least recently used first
         self.num_kept_bytes = 0
 
     def prepare(self) -> None:
-        """Make the compiler and the process of trials ready, and compile one grammar in both.
+        """Make the compiler and the trials' process ready, and compile one grammar in both.
 
-        The first grammar would otherwise take seconds, for half a second of which every running
-        request would wait. Raise what they raise.
+        The first grammar would otherwise take seconds, and delay every running request by half a
+        second. Raise the errors of both.
         """
         trial = self._trials.begin()  # its process starts while the compiler is made
         try:
@@ -104,7 +107,10 @@ class GrammarQueue:
         self._builder.build(WARM_TAG)
 
     def ask(self, request_id: int, tag: str, told: OnCompiled) -> None:
-        """`told` gets the grammar once it is there, which may be now, unless the request leaves."""
+        """Call `told` with the grammar once it is compiled, possibly at once.
+
+        It is not called if the request leaves first.
+        """
         with self._changed:
             kept = self._kept.get(tag)
             if kept is not None and kept.until > time.monotonic():
@@ -131,21 +137,21 @@ class GrammarQueue:
             self._workers[-1].start()
 
     def leave(self, request_id: int) -> None:
-        """The request no longer waits. Unknown ones are fine."""
+        """Cancel a request. Unknown ids are ignored."""
         with self._changed:
             if (job := self._job_of.pop(request_id, None)) is None:
                 return
             del job.waiting[request_id]
             if job.waiting:
                 return
-            del self._jobs[job.tag]  # who asks for it from now on begins anew
+            del self._jobs[job.tag]  # a later request for this grammar starts anew
             if job in self._queued:
                 self._queued.remove(job)
             if job.trial is not None:
                 job.trial.cancel()
 
     def close(self) -> None:
-        """The workers end once what they compile is done."""
+        """End the workers after their current compilation."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -172,7 +178,7 @@ class GrammarQueue:
             return job
 
     def _compile(self, job: PendingGrammar) -> CompileOutcome | None:
-        """None if all who waited have left."""
+        """Return the outcome, or None if all requests for the grammar have left."""
         try:
             reason = self._tried(job)
         except CpuTimeError:
@@ -193,10 +199,10 @@ class GrammarQueue:
         return self._builder.build(job.tag) if job.waiting else None
 
     def _tried(self, job: PendingGrammar) -> str:
-        """Return the reason for which the grammar is refused, "" if its trial went well.
+        """Return the reason to refuse the grammar, or "" if its trial succeeded.
 
-        A process that dies may have died of something else, so its grammar is tried once more.
-        Raise what `Trial.result` raises, and OSError if no process can be started.
+        A process may die for another reason than its grammar, so the trial is repeated once. Raise
+        the errors of `Trial.result`, and OSError if no process can be started.
         """
         try:
             return self._attempt(job)

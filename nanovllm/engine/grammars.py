@@ -1,11 +1,11 @@
-"""Grammars of running requests: compiled, followed token by token, made into masks.
+"""Grammars of running requests: compilation, matching and masks.
 
-Implements engine.loop.Masker with xgrammar, which is imported with the first grammar, unless the
-queue was prepared: it takes seconds, and imports torch. Knows no HTTP and no schemas: a grammar is
-a structural tag, vetted by the API process.
+Implements engine.loop.Masker with xgrammar. Importing xgrammar takes seconds and imports torch, so
+it happens with the first grammar or when the queue is prepared. A grammar is a structural tag that
+the API process has checked. HTTP and schemas are not handled here.
 
-Decision: the cache is ours. xgrammar 0.2.8's own takes rules for equal that differ in nothing but
-the ids of their tokens, and gives the masks of one for the other.
+Decision: the cache is our own. The cache of xgrammar 0.2.8 treats rules as equal if they differ
+only in token ids. It then returns the masks of one for the other.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("engine")
 
-# Threads of a compiler do not hold the interpreter's lock.
+# Compiler threads run without the interpreter's lock.
 COMPILER_THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
 MASK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-# A byte that no text has, around what raw text may not hold: where xgrammar excludes that, it takes
-# any byte.
+# Spelling of tokens that raw text may not contain. The byte 0xff occurs in no text, and xgrammar
+# excludes the enclosed tag from text in which it otherwise allows any byte.
 UNWRITTEN = b"\xff</parameter>\xff"
 MASK_S = 0.02  # of CPU time; usual masks take 0.05 ms
-SEARCH_S = 0.15  # of CPU time, to find the dearest mask of a grammar
+SEARCH_S = 0.15  # of CPU time, to find the most expensive mask of a grammar
 REMEDY = "repeat classes of characters alone, as in [a-z]*, not among alternatives"
-MOST_NAMED = 4  # tokens by their ids before the answer begins
-TRIED_TOKENS = 20  # up to four of them for thinking and what follows it
-# The number of a row's next mask, its matcher, the drafts behind that mask.
+MOST_NAMED = 4  # tokens that the grammar names by id, before the answer begins
+TRIED_TOKENS = 20  # up to four of them for thinking and the text after it
+# Row of the next mask, matcher, and drafts after that mask.
 Walk: TypeAlias = tuple[int, Matcher, list[int]]
-NOISE = re.compile(r"^\[.*?\] \S+: (Check failed: .* is false: )?")  # where in xgrammar's source
+NOISE = re.compile(r"^\[.*?\] \S+: (Check failed: .* is false: )?")  # place in xgrammar's source
 
 
 class Grammars:
-    """A matcher per running request, and `queue`, where requests wait for their grammars."""
+    """Matchers of running requests, and `queue`, in which requests wait for their grammars."""
 
-    _failed: frozenset[int] = frozenset()  # requests whose masks could not be made since `advance`
+    _failed: frozenset[int] = frozenset()  # requests without a mask since the last `advance`
 
     def __init__(
         self, tokenizer_dir: Path, vocab_size: int, stop_ids: list[int], compile_s: float
     ) -> None:
-        """`compile_s`: what takes longer to compile is refused."""
+        """`compile_s`: limit of CPU time for one compilation."""
         self.vocab_size = vocab_size
         self._stop_ids = stop_ids
         tokens = tokenizer_dir, vocab_size, stop_ids
@@ -84,8 +84,8 @@ class Grammars:
         return len(self._matchers)
 
     def follow(self, request: Generate, grammar: CompiledPair) -> None:
-        """From now on the request's tokens come from `fill` and go to `advance`."""
-        # All end tokens of the token table must end the matcher, too.
+        """Constrain the request by a grammar from its next token on."""
+        # Each end token of the token table must also end the matcher.
         stops = sorted({*request.stop_ids, *self._stop_ids})
         if not stops:
             raise ValueError("a grammar needs a token that ends the text")
@@ -94,7 +94,7 @@ class Grammars:
     # -- Masker -----------------------------------------------------------------------------
 
     def fill(self, rows: list[tuple[int, list[int]]]) -> Masks:
-        """The first masks of all rows are made at once, then the second ones, and so on."""
+        """Return the masks of all rows: all first masks in one batch, then all second ones, etc."""
         import torch
         import xgrammar
 
@@ -124,8 +124,8 @@ class Grammars:
             onward += taken
             walking = [(i + 1, m, drafts[1:]) for i, m, drafts in taken if not m.is_terminated()]
         for _, matcher, _ in onward:
-            matcher.rollback(1)  # a draft each
-        for row in np.flatnonzero(~masks.any(axis=1)):  # no way on: the output ends here
+            matcher.rollback(1)  # one draft each
+        for row in np.flatnonzero(~masks.any(axis=1)):  # no token is allowed: end the output here
             stops = np.array(filled[int(row)].stop_token_ids)
             np.bitwise_or.at(masks[row].view(np.uint32), stops // 32, np.uint32(1) << stops % 32)
         return masks
@@ -157,7 +157,7 @@ class Grammars:
         return failed
 
     def _follow(self, output: StepOutput) -> set[int]:
-        """Return the requests whose tokens are not what their grammars allow."""
+        """Return the requests with a token that their grammar does not allow."""
         failed = set[int]()
         tokens = np.frombuffer(output.tokens, np.int32).tolist()
         ids = np.frombuffer(output.ids, np.int64).tolist()
@@ -180,7 +180,7 @@ class Grammars:
         return failed
 
     def _accepts(self, matcher: Matcher, token: int) -> bool:
-        """Follow a token. Return False for one that ends a text of which the grammar has no end."""
+        """Accept a token. Return False for an end token where the grammar has no continuation."""
         if matcher.is_terminated() or matcher.accept_token(token):
             return True
         assert token in matcher.stop_token_ids, "the mask was ignored"
@@ -193,11 +193,11 @@ class Grammars:
         return bool(mask.any())
 
 
-# -- what a grammar compiles to -----------------------------------------------------------------
+# -- compilation --------------------------------------------------------------------------------
 
 
 class Compiler:
-    """Implements grammar_queue.Builder."""
+    """Compiler of grammars. Implements grammar_queue.Builder."""
 
     def __init__(self, folder: Path, vocab_size: int, stop_ids: list[int]) -> None:
         self._tokens = folder, vocab_size, stop_ids
@@ -230,7 +230,7 @@ def compiler_over(table: xgrammar.TokenizerInfo) -> xgrammar.GrammarCompiler:
 
 
 def bytes_of(table: xgrammar.TokenizerInfo) -> xgrammar.TokenizerInfo:
-    """The same ids, of which those of more than one byte spell what no text has."""
+    """Return a token table with the same ids in which only single-byte tokens spell text."""
     import xgrammar
 
     spelled = [token if len(token) == 1 else UNWRITTEN for token in table.decoded_vocab]
@@ -243,7 +243,7 @@ def bytes_of(table: xgrammar.TokenizerInfo) -> xgrammar.TokenizerInfo:
 
 
 def attempt_of(folder: Path, vocab_size: int, stop_ids: list[int]) -> Attempt:
-    """Compiles a grammar and writes a bit. Runs in the process of trials."""
+    """Return the attempt: compile a grammar, write a few tokens, and check the cost of masks."""
     compiler = Compiler(folder, vocab_size, stop_ids)
     compiler.prepare()
 
@@ -266,18 +266,18 @@ def attempt_of(folder: Path, vocab_size: int, stop_ids: list[int]) -> Attempt:
 def write_some(matcher: Matcher, vocab_size: int, named: Sequence[int]) -> None:
     """Write a few tokens. Raise ValueError if nothing matches the grammar.
 
-    Ids that the grammar has `named` go first: they end thinking, which may be any text, and so lead
-    to the answer.
+    Ids in `named`, which the grammar mentions, are preferred. They end thinking, which may be any
+    text, and so lead to the answer.
     """
     mask = np.zeros(-(-vocab_size // 32), np.int32)
     for _ in range(TRIED_TOKENS):
         matcher.fill(mask)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         if not allowed.size:
-            if matcher.is_completed():  # and no token ends a text: requests bring their own
+            if matcher.is_completed():  # and no token ends a text; requests bring their own
                 return
             raise ValueError("nothing matches it")
-        # One in the middle: the first are rare characters, the last long words.
+        # The middle one, because the first ones are rare characters and the last ones long words.
         leading = np.intersect1d(allowed, named)
         chosen = leading if leading.size else allowed
         matcher.accept_token(int(chosen[chosen.size // 2]))
@@ -286,8 +286,8 @@ def write_some(matcher: Matcher, vocab_size: int, named: Sequence[int]) -> None:
 
 
 def check_cost(matcher: Matcher, texts: TokenTexts, vocab_size: int, named: Sequence[int]) -> None:
-    """Raise ValueError if a mask takes too long, for which every other request would wait."""
-    for _ in range(MOST_NAMED):  # what comes before the answer is any text
+    """Raise ValueError if a mask takes too long, since it would delay every other request."""
+    for _ in range(MOST_NAMED):  # the text before the answer is unconstrained
         if not any(matcher.accept_token(token) for token in named):
             break
     if matcher.is_terminated():
@@ -298,11 +298,11 @@ def check_cost(matcher: Matcher, texts: TokenTexts, vocab_size: int, named: Sequ
 
 
 def token_table(folder: Path, vocab_size: int, stop_ids: list[int]) -> xgrammar.TokenizerInfo:
-    """What each token id spells.
+    """Return the spelling of each token id.
 
-    Added tokens and ids beyond the vocabulary spell what no text has: only a grammar that names
-    their ids can match them. Spelling nothing would make them special to xgrammar, which looks
-    through all special ones with every token.
+    Added tokens and ids beyond the vocabulary get a spelling that no text has, so only a grammar
+    that names their ids can match them. An empty spelling would make them special tokens, and
+    xgrammar checks all special tokens at every token.
     """
     import xgrammar
 

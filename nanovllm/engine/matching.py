@@ -1,13 +1,13 @@
-"""The place of one request in its grammar, with masks that stay cheap near the end of bounded text.
+"""Position of a request in its grammar, with masks that stay cheap near the end of bounded text.
 
-xgrammar 0.2.8 tries most of the vocabulary anew for each of the last masks of a rule with
-`max_chars`: 25 to 60 ms with 152,000 tokens. A grammar with such rules is therefore compiled twice.
-The exact grammar reads the text and knows how many characters are left; its vocabulary is single
-bytes, so that it costs little. The free grammar, without the limits, makes the masks, from which
-tokens of more characters are then removed.
+xgrammar 0.2.8 tries most of the vocabulary again for each of the last masks of a rule with
+`max_chars`. This takes 25 to 60 ms with 152,000 tokens. A grammar with such rules is therefore
+compiled twice. The exact grammar reads the text and counts the characters that are left. Its
+vocabulary is single bytes, so it costs little. The free grammar, without the limits, makes the
+masks, from which tokens with more characters are then removed.
 
-Decision: the length of a token alone decides. A token that would leave the bounded text early
-enough, but has more characters than are left, is removed as well: shorter ones spell the same.
+Decision: only the length of a token counts. A token that would leave the bounded text early enough
+but has more characters than are left is removed as well. Shorter tokens spell the same text.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from nanovllm.plan import Masks
 if TYPE_CHECKING:
     import xgrammar
 
-LEAST_LIMIT = 20  # characters: limits below would keep usual tokens out of the whole grammar
-CONTINUED = bytes(range(0x80, 0xC0))  # bytes that begin no character in UTF-8
+LEAST_LIMIT = 20  # characters; lower limits would exclude usual tokens throughout
+CONTINUED = bytes(range(0x80, 0xC0))  # bytes that do not begin a character in UTF-8
 LIMITED_RULE = re.compile(r"(?m)^([A-Za-z_][A-Za-z0-9_]*)\[max_chars=([0-9]{1,9})\] ::=")
-# In what xgrammar prints of its state: the character of the text at which a limit is reached, and
-# where a limit of tokens applies.
+# Parts of xgrammar's printed state: the character at which a limit is reached, and the mark of a
+# limit of tokens.
 DEADLINE = re.compile(r"char_budget_deadline=(\d+)")
 TOKEN_LIMIT = ", budget_deadline="
-UNKNOWN = -1  # a limit that has not yet been looked for
-# The formats of structural tags that spell what they match.
+UNKNOWN = -1  # limit that has not been looked up yet
+# Formats of structural tags that match only spelled text.
 SPELLED = ("const_string", "grammar", "any_text", "regex", "sequence", "or", "optional", "repeat",
            "star", "plus", "tag", "tags_with_separator", "triggered_tags")  # fmt: skip
 
 
 class FreeGrammar(NamedTuple):
-    """A grammar without its limits of characters, of which `least` is the smallest."""
+    """A grammar without its character limits. `least`: the smallest of them."""
 
     compiled: xgrammar.CompiledGrammar
     least: int
@@ -47,10 +47,10 @@ class FreeGrammar(NamedTuple):
 
 
 class CompiledPair(NamedTuple):
-    """`by_bytes`: the exact grammar's vocabulary is single bytes."""
+    """A compiled grammar. `by_bytes`: the exact grammar's vocabulary is single bytes."""
 
     exact: xgrammar.CompiledGrammar
-    free: FreeGrammar | None = None  # None: there are no limits to take out
+    free: FreeGrammar | None = None  # None: no limits to remove
     by_bytes: bool = False
 
     @property
@@ -60,9 +60,9 @@ class CompiledPair(NamedTuple):
 
 
 def without_limits(tag: str) -> tuple[str, int] | None:
-    """Return a structural tag without limits of characters, and the smallest of them.
+    """Return a structural tag without character limits, and the smallest limit.
 
-    Return None if there is no limit, or one that cannot be taken out.
+    Return None if there is no limit, or one that cannot be removed.
     """
     if "max_chars" not in tag:
         return None
@@ -82,7 +82,7 @@ def without_limits(tag: str) -> tuple[str, int] | None:
 
 
 def _nodes(whole: object) -> Iterator[dict[str, Any]]:
-    """All objects of a JSON value."""
+    """Yield all objects of a JSON value."""
     waiting = [whole]
     while waiting:
         node = waiting.pop()
@@ -94,13 +94,14 @@ def _nodes(whole: object) -> Iterator[dict[str, Any]]:
 
 
 class TokenTexts:
-    """What each token spells: its bytes, its characters, and the tokens of at most so many.
+    """Spelling of each token: its bytes and number of characters, and masks by that number.
 
-    `singles`: the tokens of one byte, with those that spell nothing and are matched by their ids.
+    `singles`: mask of the single-byte tokens and of those without a spelling, which are matched by
+    id.
     """
 
     def __init__(self, info: xgrammar.TokenizerInfo, unwritten: bytes) -> None:
-        """`unwritten`: what the tokens that spell nothing are given as."""
+        """`unwritten`: the spelling given to tokens without one."""
         self.spelled: list[bytes] = info.decoded_vocab
         self.chars = [len(token.translate(None, CONTINUED)) for token in self.spelled]
         counted = np.array(self.chars)
@@ -128,8 +129,10 @@ def _words(is_in: np.ndarray) -> Masks:
 
 
 def reads_bytes(tag: str, texts: TokenTexts) -> bool:
-    """Whether the grammar of a structural tag can be followed byte by byte, apart from tokens that
-    spell nothing."""
+    """Return True if the grammar of a structural tag can be followed byte by byte.
+
+    Tokens without a spelling are matched by id and do not matter.
+    """
     for node in _nodes(json.loads(tag)["format"]):
         kind = node.get("type")
         is_token = kind == "token" and node.get("token") in texts.unwritten
@@ -139,11 +142,11 @@ def reads_bytes(tag: str, texts: TokenTexts) -> bool:
 
 
 class Position(NamedTuple):
-    """Where both matchers are.
+    """Position of both matchers after a token.
 
     `first_limit`: the character of the output at which the first limit is reached. `is_apart`: the
-    exact matcher has ended bounded text for its length, which the free one may still go on with. It
-    stays so until both make the same mask.
+    exact matcher has ended bounded text because of its length, while the free one may continue it.
+    The flag remains set until both make the same mask.
     """
 
     num_chars: int = 0
@@ -153,7 +156,7 @@ class Position(NamedTuple):
 
 
 class Matcher:
-    """Follows one output. `filler` makes the next mask, and `narrow` must then be called on it."""
+    """Matcher of one output. `filler` makes the next mask, then `narrow` must be called on it."""
 
     def __init__(self, grammar: CompiledPair, stops: list[int] | None = None) -> None:
         import xgrammar
@@ -165,7 +168,7 @@ class Matcher:
             compiled, least, self._texts = grammar.free
             self._least = min(least, self._texts.longest)
             self._free = xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops)
-        self._positions = [Position()]  # one after each token, so that tokens can be taken back
+        self._positions = [Position()]  # one per token, so that tokens can be rolled back
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -179,7 +182,7 @@ class Matcher:
         return bool(self._exact.is_terminated())
 
     def is_completed(self) -> bool:
-        """Return True if the text so far is a whole one."""
+        """Return True if the text so far is complete."""
         return bool(self._exact.is_completed())
 
     def accept_token(self, token: int) -> bool:
@@ -196,7 +199,7 @@ class Matcher:
         return True
 
     def _read(self, token: int) -> bool:
-        """Have the exact matcher read a token."""
+        """Accept a token with the exact matcher."""
         is_by_id = token in self._texts.unwritten or token in self._exact.stop_token_ids
         if is_by_id or not self._by_bytes:
             return bool(self._exact.accept_token(token))
@@ -209,20 +212,21 @@ class Matcher:
             del self._positions[-num_tokens:]
 
     def fill(self, mask: Masks) -> None:
-        """Make one mask, of all words of a row."""
+        """Make one mask, all words of one row."""
         import torch
 
         self.filler.fill_next_token_bitmask(torch.from_numpy(mask[None]))
         self.narrow(mask)
 
     def narrow(self, mask: Masks) -> None:
-        """Make the mask of `filler` that of the exact grammar, apart from overlong tokens."""
+        """Change a mask of `filler` into the exact grammar's, without tokens that are too long."""
         if self._free is None:
             return
         here = self._look()
         limit = int(min(self._least, here.first_limit - here.num_chars))
         if here.is_apart or here.has_token_limit or limit < 1:
-            # Also because a limit of tokens takes effect when a mask is made.
+            # The exact mask is also needed because a limit of tokens takes effect when a mask is
+            # made.
             exact = self._exact_mask()
             is_apart = limit < 1 or bool(((mask ^ exact) & self._texts.singles).any())
             self._positions[-1] = here._replace(is_apart=is_apart)
@@ -237,7 +241,7 @@ class Matcher:
     def _look(self) -> Position:
         here = self._positions[-1]
         if here.first_limit == UNKNOWN:
-            state = self._exact._debug_print_internal_state()  # 7 us; nothing else has deadlines
+            state = self._exact._debug_print_internal_state()  # 7 us; the only source of deadlines
             deadlines = map(int, DEADLINE.findall(state))
             here = here._replace(
                 first_limit=min(deadlines, default=inf), has_token_limit=TOKEN_LIMIT in state

@@ -1,13 +1,15 @@
-"""Work that may crash, never end or take all memory is first tried in a process of its own.
+"""Trials of work that may crash, never end or take all memory, in separate processes.
 
-    engine: Trials ---- control socket ----> server process: has loaded and prepared everything
+    engine: Trials ---- control socket ----> server process: imports and prepares once
             Trial  ---- one socket each ---> its forks: each tries one text, answers and ends
 
-A fork leaves as soon as the other end of its socket closes: when the engine gives it up, and when
-the engine ends in whatever way. The server leaves likewise. Knows nothing about grammars.
+A fork ends as soon as the other end of its socket closes. This happens when the trial is cancelled,
+and when the engine ends for any reason. The server process ends likewise. This module does not
+depend on grammars.
 
-Decision: an attempt is limited by the CPU time of its process. Wall-clock time would measure the
-machine's load, too, and refuse good texts for it; its limit only frees the caller.
+Decision: an attempt is limited by the CPU time of its process. Wall-clock time also measures the
+machine's load, and a limit on it would refuse good texts. The wall-clock limit here only frees the
+caller.
 """
 
 from __future__ import annotations
@@ -30,36 +32,37 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-Attempt: TypeAlias = Callable[[str], str]  # returns what is wrong with a text, "" if nothing is
+Attempt: TypeAlias = Callable[[str], str]  # returns the fault of a text, or ""
 
-HEADER = struct.Struct("<Qd")  # bytes of the text that follows, and seconds of CPU time for it
-TRIED, TOO_LONG = b"+", b"-"  # the first byte of an answer
-WALL_FACTOR = 6.0  # seconds that one second of CPU time may take on a busy machine
-CPU_CHECK_S = 0.02  # at least, between two looks at the CPU time
-MEMORY_BYTES = 512 << 20  # what one attempt may add to the server's memory
-STACK_BYTES = 4 << 20  # half of a thread's: what passes here does not overflow there
-START_S = 120.0  # for the server to be ready: imports take 2 s, on a busy machine more
+HEADER = struct.Struct("<Qd")  # bytes of the text that follows, CPU seconds for it
+TRIED, TOO_LONG = b"+", b"-"  # first byte of an answer
+WALL_FACTOR = 6.0  # most wall-clock seconds per CPU second on a busy machine
+CPU_CHECK_S = 0.02  # least time between two checks of the CPU time
+MEMORY_BYTES = 512 << 20  # memory that one attempt may add to the server's
+STACK_BYTES = 4 << 20  # half of a thread's, so that a text that passes does not overflow there
+START_S = 120.0  # for the server to start; imports take 2 s, more on a busy machine
 
 
 class TrialDiedError(Exception):
-    """The process ended without an answer, or could not be started."""
+    """A process that ended without an answer or could not be started."""
 
 
 class CpuTimeError(Exception):
-    """An attempt has used up its CPU time."""
+    """An attempt that exceeded its CPU time."""
 
 
 class Trial:
-    """One attempt. `cancel` may be called by any thread at any time; it ends the process."""
+    """One attempt. `cancel` ends its process, and may be called by any thread at any time."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
     def result(self, text: str, cpu_s: float) -> str:
-        """What is wrong with the text, "" if nothing is. To be called once.
+        """Return the fault of the text, or "". May be called once.
 
-        Raise CpuTimeError after `cpu_s` seconds of CPU time, TimeoutError after WALL_FACTOR times
-        as long, which only a busy machine takes, and TrialDiedError.
+        Raise CpuTimeError after `cpu_s` seconds of CPU time. Raise TimeoutError after WALL_FACTOR *
+        `cpu_s` seconds of wall-clock time, which only a busy machine takes. Raise TrialDiedError if
+        the process dies.
         """
         data = text.encode()
         with self._sock as sock:  # closing it ends the process
@@ -67,7 +70,7 @@ class Trial:
                 sock.settimeout(START_S)
                 sock.sendall(HEADER.pack(len(data), cpu_s) + data)
                 begun = sock.recv(1)
-            except OSError as error:  # a timeout is one, too
+            except OSError as error:  # includes a timeout
                 raise TrialDiedError(f"no process took it: {error}") from None
             sock.settimeout(WALL_FACTOR * cpu_s)
             try:
@@ -81,16 +84,16 @@ class Trial:
         return answer.removeprefix(TRIED).decode()
 
     def close(self) -> None:
-        """Gives up an attempt for whose result nobody has asked, nor will."""
+        """Drop an attempt whose result is not needed."""
         self._sock.close()
 
     def cancel(self) -> None:
-        with suppress(OSError):  # it is over
+        with suppress(OSError):  # it has ended already
             self._sock.shutdown(socket.SHUT_RDWR)
 
 
 class Trials:
-    """Starts its server process with the first trial, and again whenever it has died."""
+    """Trials in forks of a server process, started for the first trial and after it died."""
 
     def __init__(self, prepare: Callable[[], Attempt]) -> None:
         """`prepare` is pickled, and called once in each server process."""
@@ -100,7 +103,7 @@ class Trials:
         self._control: socket.socket | None = None
 
     def begin(self) -> Trial:
-        """Does not wait for the server process to be ready. Raises OSError if none can start."""
+        """Return a trial, even before the server process is ready. Raise OSError if none starts."""
         ours, theirs = socket.socketpair()
         try:
             with theirs, self._lock:
@@ -113,7 +116,7 @@ class Trials:
         return Trial(ours)
 
     def close(self) -> None:
-        """End the server process. The forks of running trials answer all the same."""
+        """End the server process. Forks of running trials still answer."""
         with self._lock:
             self._stop()
 
@@ -122,7 +125,7 @@ class Trials:
             return False
         try:
             socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-        except OSError:  # it has died since the last one
+        except OSError:  # the server has died since the last trial
             return False
         return True
 
@@ -140,7 +143,7 @@ class Trials:
         if self._control is not None:
             self._control.close()
         if self._process is not None:
-            self._process.kill()  # it has nothing to lose
+            self._process.kill()  # it has no state to lose
             self._process.join()
         self._process = self._control = None
 
@@ -149,15 +152,15 @@ class Trials:
 
 
 def serve(control: socket.socket, prepare: Callable[[], Attempt]) -> NoReturn:
-    """Fork for every socket that comes, until the engine's end of `control` closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor's business
+    """Fork for each socket that arrives, until the engine's end of `control` closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
-    with suppress(OSError):  # only Linux has them
+    with suppress(OSError):  # these files exist only on Linux
         Path("/proc/self/comm").write_text(multiprocessing.current_process().name)
-        Path("/proc/self/oom_score_adj").write_text("1000")  # rather us than the engine
+        Path("/proc/self/oom_score_adj").write_text("1000")  # preferred victim, before the engine
     warnings.simplefilter("ignore", DeprecationWarning)  # numpy's threads are idle at a fork
     attempt = prepare()
-    gc.freeze()  # forks need not visit it
+    gc.freeze()  # forks need not collect these objects
     with suppress(OSError):
         while found := socket.recv_fds(control, 1, 1)[1]:
             with socket.socket(fileno=found[0]) as asked, suppress(OSError):
@@ -168,14 +171,14 @@ def serve(control: socket.socket, prepare: Callable[[], Attempt]) -> NoReturn:
 
 
 def answer(asked: socket.socket, attempt: Attempt) -> NoReturn:
-    """Runs in a fork. Whatever happens, it ends here."""
+    """Try one text and send the answer. Runs in a fork and ends it in every case."""
     try:
         asked.sendall(b"+")
         limit_resources()
         size, cpu_s = HEADER.unpack(asked.recv(HEADER.size, socket.MSG_WAITALL))
         text = asked.recv(size, socket.MSG_WAITALL).decode()
-        limit(resource.RLIMIT_CPU, math.ceil(cpu_s) + 1)  # should the thread below not get to run
-        answering = threading.Lock()  # taken by the thread that answers, and never released
+        limit(resource.RLIMIT_CPU, math.ceil(cpu_s) + 1)  # in case the thread below does not run
+        answering = threading.Lock()  # acquired by the answering thread and never released
         watch = threading.Thread(target=leave_early, args=(asked, cpu_s, answering), daemon=True)
         watch.start()
         result = TRIED + attempt(text).encode()
@@ -200,12 +203,12 @@ def leave_early(asked: socket.socket, cpu_s: float, answering: threading.Lock) -
 
 
 def limit_resources() -> None:
-    """Beyond them an allocation fails, which xgrammar raises as an error, or the fork crashes."""
+    """Limit memory, stack and core files. Beyond a limit xgrammar raises, or the fork crashes."""
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)  # who is asked about the same text later prints the same
+    os.dup2(null, 2)  # a later compilation of the text prints the same
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_STACK, STACK_BYTES)
-    with suppress(OSError):  # only Linux says how much it has
+    with suppress(OSError):  # only Linux reports its size
         num_pages = int(Path("/proc/self/statm").read_text().split()[5])
         limit(resource.RLIMIT_DATA, num_pages * resource.getpagesize() + MEMORY_BYTES)
 

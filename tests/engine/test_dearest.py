@@ -1,4 +1,4 @@
-"""The search for the dearest mask, over outputs of a matcher whose costs are made up."""
+"""The search finds the most expensive mask of a matcher with artificial costs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BYTES = 256
 
 
 class FakeMatcher:
-    """Follows texts that go on to match `allowed`, byte by byte. Masks after `dear` take 5 ms."""
+    """Matcher of texts that may still match `allowed`. Masks after `dear` take 5 ms."""
 
     def __init__(self, allowed: str, dear: str) -> None:
         self.text = ""
@@ -54,10 +54,10 @@ def search_of(matcher: FakeMatcher) -> Search:
     ("allowed", "dear", "found"),
     [
         ('[a-z]*("[a-z ]*)?', '[a-z]*"[a-z ]+', r'[a-z]*"[a-z ]+'),  # after one character
-        ("[a-z]{0,90}", "[a-z]{86,90}", "[a-z]{86,90}"),  # the last of many
+        ("[a-z]{0,90}", "[a-z]{86,90}", "[a-z]{86,90}"),  # the last of many repetitions
         ("[a-z]*([.][0-9]{0,70})?", "[a-z]*[.][0-9]{69}", "[a-z]*[.][0-9]{69}"),
         ("(ab?){0,9}(-|-[.]|-[.]x*)?", ".*-[.]x+", ".*-[.]x+"),
-        ("[a-z@]*", "", ""),  # the first one
+        ("[a-z@]*", "", ""),  # the first mask
     ],
 )
 def test_the_dearest_mask_is_found(allowed: str, dear: str, found: str) -> None:
@@ -66,7 +66,7 @@ def test_the_dearest_mask_is_found(allowed: str, dear: str, found: str) -> None:
     dearest = search.run(cpu_s=10.0)
     assert re.fullmatch(found, "".join(map(chr, dearest.output)))
     assert 0.005 <= dearest.cost_s == max(search.costs_s)
-    assert matcher.text == ""  # it is left where it was
+    assert matcher.text == ""  # the matcher's position is restored
 
 
 def test_a_search_ends_with_its_time_its_masks_or_the_outputs() -> None:

@@ -240,7 +240,7 @@ def test_a_way_that_only_a_draft_would_take_may_end_nowhere(made) -> None:
     assert masks[7] == [c, END]
     before = made.num_followed
     made.advance(output_of({1: [a, END], 2: [c], 3: [a, b, END]}))
-    assert made.num_followed == before - 1  # the first ended against its grammar
+    assert made.num_followed == before - 1  # the first request ended against its grammar
     assert tokens_of(made.fill([(1, []), (2, []), (3, [c])])) == [
         list(range(VOCAB)),
         [END],
@@ -254,4 +254,4 @@ def test_a_token_against_its_mask_is_no_end(made) -> None:
     for request_id, token in ((1, b), (2, END)):
         follow(made, request_id, compiler().build(json.dumps(tag)))
         assert made.advance(output_of({request_id: [a, token]})) == {request_id}
-        assert made.advance(output_of({request_id: [a]})) == set()  # its matcher has been dropped
+        assert made.advance(output_of({request_id: [a]})) == set()  # its matcher is gone

@@ -30,7 +30,7 @@ def trials() -> Iterator[Trials]:
 
 
 class Asking:
-    """A queue and its outcomes."""
+    """A queue with a record of its outcomes."""
 
     def __init__(self, trials: Trials, compile_s: float = 30.0, num_bytes: int = 100) -> None:
         self.builder = FakeBuilder(num_bytes)
@@ -305,10 +305,10 @@ def test_everyone_who_stays_is_told_once(trials, steps) -> None:
     while asking.queue._jobs:
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    time.sleep(0.002)  # the last outcomes are published shortly after
+    time.sleep(0.002)  # the last outcomes are published shortly afterwards
     answers: dict[int, object] = {}
     while set(there) - set(answers) or not asking.told.empty():
-        request_id, outcome = asking.told.get(timeout=30)  # also of requests that left since
+        request_id, outcome = asking.told.get(timeout=30)  # also from requests that have left
         assert request_id not in answers, "told twice"
         answers[request_id] = outcome
     for request_id, tag in there.items():

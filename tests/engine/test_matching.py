@@ -45,7 +45,7 @@ def compiler() -> Compiler:
 
 @cache
 def exact_of(tag: str) -> xgrammar.CompiledGrammar:
-    """The grammar as it is, over all tokens."""
+    """Return the unchanged grammar, compiled over all tokens."""
     made = xgrammar.GrammarCompiler(token_table(DEMO, VOCAB, [END]), cache_enabled=False)
     return made.compile_structural_tag(tag)
 
@@ -76,12 +76,12 @@ def check_walk(tag: str, seed: int, steps: int) -> int:
         matcher.fill(mask)
         allowed, expected = tokens_of(mask), tokens_of(right)
         assert allowed and set(allowed) <= set(expected)
-        # Tokens of a single character are allowed, so every text can still be written.
+        # Single-character tokens are allowed, so every text can still be written.
         assert {t for t in expected if chars[t] <= 1} <= set(allowed)
         num_near += 0 < matcher._look().first_limit - matcher._look().num_chars < 6
         inner = [t for t in allowed if 0 < chars[t] < 9 and t < END]
         token = rng.choice(inner if inner and rng.random() < 0.9 else allowed)
-        if rng.random() < 0.2:  # drafts are rolled back
+        if rng.random() < 0.2:  # roll back a draft
             assert matcher.accept_token(token)
             matcher.rollback(1)
         assert matcher.accept_token(token) and exact.accept_token(token)
@@ -97,7 +97,7 @@ def test_masks_are_those_of_the_exact_grammar_but_for_overlong_tokens(name: str)
 
 
 def test_after_a_limit_the_exact_grammar_decides_until_both_agree() -> None:
-    """After the limit, the free grammar would allow letters instead of the last x."""
+    """The free grammar would allow letters in place of the last x after the limit."""
     rules = 'root ::= body "xx" more\nbody[max_chars=30] ::= [a-z]*\nmore ::= "1" | more "2"'
     form = {"type": "grammar", "grammar": rules}
     tag = json.dumps({"type": "structural_tag", "format": form})

@@ -1,4 +1,4 @@
-"""Processes that may end in any way. Each caller gets a result or an error."""
+"""Each caller gets a result or an error, even if the process is killed or crashes."""
 
 from __future__ import annotations
 
