@@ -3,7 +3,7 @@
 import { el, formatted, onceAFrame, seconds, short, visible } from "./dom.js";
 import { complaint } from "./schema.js";
 
-// The chunks of one choice, put together.
+// One choice, assembled from its chunks.
 class Choice {
   constructor(index) {
     this.index = index;
@@ -32,7 +32,7 @@ class Choice {
     this.finish = finish ?? this.finish;
   }
 
-  // The choice as data, and back.
+  // The choice as data, and its restoration from data.
   get data() {
     const { index, content, reasoning, calls, tokens, finish } = this;
     const thought = this.thoughtFrom === null ? null : (this.thoughtTo ?? performance.now()) - this.thoughtFrom;
@@ -101,7 +101,7 @@ export class Answer {
     this.draw();
   }
 
-  // The answer as data, and back. Times count from the request's start.
+  // The answer as data, and its restoration from data. Times count from the request's start.
   get data() {
     const { chosen, usage, error } = this;
     const since = (time) => (time === null ? null : time - this.begun);
@@ -150,7 +150,7 @@ export class Answer {
     return view;
   }
 
-  // First token, speed, tokens and finish reason, as far as known.
+  // First token, speed, tokens and finish reason, as far as they are available.
   _summary() {
     const parts = [];
     if (this.first !== null) parts.push(`first token ${seconds((this.first - this.begun) / 1000)}`);
@@ -232,8 +232,8 @@ function pretty(text) {
   }
 }
 
-// Return the tokens of the content, without those around it that mark thinking and calls; the first
-// one without leading blank space. Return [] while the content is not a sequence of whole tokens,
+// Return the content's tokens without the markers of thinking and calls around them. The first token
+// loses its leading blank space. Return [] while the content is not a sequence of whole tokens,
 // as in the middle of a character.
 function tokensOf(content, tokens) {
   const begin = content ? tokens.map((token) => token.token).join("").lastIndexOf(content) : -1;
@@ -247,7 +247,7 @@ function tokensOf(content, tokens) {
   });
 }
 
-// Tokens with a darker shade the less likely they were; the title lists the alternatives.
+// Tokens, shaded by improbability: a darker one was less likely. The title lists the alternatives.
 function shaded(tokens) {
   const spans = tokens.map((token) => {
     const chance = Math.exp(token.logprob);

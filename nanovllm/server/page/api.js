@@ -39,7 +39,7 @@ export async function ask(path, options = {}) {
     const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
     const response = await fetch(path, { ...options, headers, cache: "no-store" });
     if (response.ok) return response;
-    if (response.status === 401 && storedKey() !== key) continue; // the key has changed meanwhile
+    if (response.status === 401 && storedKey() !== key) continue; // the key has changed since
     if (response.status === 401 && (await askForKey(key !== null))) continue;
     throw new ServerError(response.status, (await read(response))?.error);
   }

@@ -1,4 +1,4 @@
-// The strips below the lanes, as data: a strip's title, legend, axis and drawing. Also the time axis.
+// The strips below the lanes, as data (title, legend, axis and drawing), and the time axis.
 // The page and the saved picture draw the same strips.
 
 import { el, short } from "./dom.js";

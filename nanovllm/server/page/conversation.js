@@ -1,4 +1,4 @@
-// The conversation of this tab, as data: kept over a reload, gone when the tab is closed.
+// The conversation of this tab, as data. It survives a reload and ends with the tab.
 
 const KEY = "nanovllm-talk";
 
@@ -19,8 +19,8 @@ export function load() {
   }
 }
 
-// A tab may store some megabytes. A conversation that is too long loses its token probabilities, and
-// then is not stored.
+// A tab may store some megabytes. A longer conversation is stored without its token probabilities,
+// or not at all.
 export function store(turns) {
   if (!turns.length) {
     clear();

@@ -9,8 +9,8 @@ const SHOWN_S = 60;
 const FIRST = "vllm:time_to_first_token_seconds";
 const BETWEEN = "vllm:inter_token_latency_seconds";
 const percent = (share) => `${short(100 * share)} %`;
-// Lines: {label, colour, value(before, now, minute), isDashed, isThin, isFilled}. `minute` is the oldest
-// reading of the last minute.
+// Lines: {label, colour, value(before, now, minute), isDashed, isThin, isFilled}.
+// `minute` is the oldest reading of the last minute.
 const SPEED = {
   title: "Generated tokens per second, last minute", unit: short,
   lines: [{ label: "", colour: "decode", isFilled: true, value: (before, now) => rate(before, now, "vllm:generation_tokens_total") }],
@@ -56,7 +56,7 @@ const PHASES = {
   decode: { colour: "decode" }, structured: { colour: "decode", isDashed: true },
 };
 
-// The metrics count from the page's opening on; until then the engine's own times stand in.
+// Uses the engine's own times until the metrics have counted a value since the page was opened.
 function firstToken(minute, now, share) {
   const times = now.firstTokens;
   return quantile(minute, now, FIRST, share) ?? times[Math.ceil(share * times.length) - 1] ?? null;

@@ -30,8 +30,8 @@ export function visible(name) {
   return String(name).replace(hidden, (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`);
 }
 
-// Return elements for a text with ``` blocks, `code` and **strong**; the rest stays as it is, but for
-// blank space where a block begins or ends.
+// Return elements for a text with ``` blocks, `code` and **strong**. The rest is unchanged, except
+// for blank space at the start and the end of a block.
 export function formatted(text) {
   return text.split(/^```/m).flatMap((part, at) => {
     if (at % 2 === 0) {

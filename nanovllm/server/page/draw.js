@@ -77,7 +77,7 @@ export function lanes(on, history, { slots, pitch, span, isLive, chosen }, color
       if (bar.kind === "wait" ? bar.to < span.from : bar.from > span.to) continue;
       if (bar.kind !== "wait" && bar.to < span.from) break;
       ctx.globalAlpha = chosen === null || bar.request === chosen ? 1 : 0.25;
-      // The step in flight is not known yet: a running request's bar reaches the edge.
+      // The step in flight is not reported yet, so a running request's bar reaches the edge.
       const isOpen = isLive && at === bars.length - 1 && isRunning(history, slot, bar);
       drawBar(ctx, bar, place, { isOpen, edge, bounds }, colors);
     }
@@ -158,8 +158,8 @@ function drawMark(ctx, mark, { top, high, x }, colors) {
   ctx.fillRect(at - wide / 2, top, wide, high);
 }
 
-// Draw stacked bars, one for each step. `parts`: [colour, function of a step]. Of several steps in
-// one pixel, the highest is drawn.
+// Draw stacked bars, one for each step. `parts`: [colour, function of a step]. If
+// several steps share a pixel, the highest is drawn.
 export function stacks({ ctx, width, height }, steps, parts, top, span) {
   const x = scaleOf(span, width);
   const columns = [];
@@ -224,7 +224,8 @@ export function areas({ ctx, width, height }, steps, parts, top, span) {
   }
 }
 
-// Draw lines over time. `lines`: {colour, points: [[time, value or null], ...], isDashed, isThin, isFilled}.
+// Draw lines over time.
+// `lines`: {colour, points: [[time, value or null], ...], isDashed, isThin, isFilled}.
 export function curves({ ctx, width, height }, lines, top, span, colors) {
   const x = scaleOf(span, width);
   const y = (value) => height - 1 - (value / (top || 1)) * (height - 3);
@@ -251,7 +252,7 @@ export function curves({ ctx, width, height }, lines, top, span, colors) {
   ctx.setLineDash([]);
 }
 
-// Points between missing values.
+// The runs of points without missing values.
 function runsOf(points) {
   const runs = [[]];
   for (const point of points) {

@@ -177,7 +177,7 @@ export class History {
   _forget(until) {
     let numOld = Math.max(0, this.steps.length - KEPT_STEPS);
     while (numOld < this.steps.length && this.steps[numOld].ended_s < until) numOld += 1;
-    if (numOld < 500) return; // rarely, and many at once
+    if (numOld < 500) return; // prune rarely, in large batches
     const since = this.steps[numOld - 1].ended_s;
     this.steps.splice(0, numOld);
     for (const lists of [this.bars, this.marks]) {

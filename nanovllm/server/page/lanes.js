@@ -1,5 +1,5 @@
-// The lanes: one row for each slot. A canvas has the picture; buttons next to it have the same in
-// words, and choose a request.
+// The lanes: one row for each slot. A canvas has the picture. The buttons next to it
+// describe the same in words, and select a request.
 
 import { el } from "./dom.js";
 import * as draw from "./draw.js";

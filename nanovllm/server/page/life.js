@@ -43,7 +43,7 @@ export function lifeOf(history, request) {
   return el("ol", { className: "life" }, rows);
 }
 
-// The number of decode steps until now, and the time between them.
+// The number of decode steps so far, and the time between them.
 function decodeSteps(life) {
   const took = life.lastToken - life.firstToken;
   const pace = life.decoded > 1 && took > 0 ? `, one every ${seconds(took / life.decoded)}` : "";

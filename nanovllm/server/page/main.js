@@ -20,7 +20,7 @@ function show(name) {
   document.dispatchEvent(new CustomEvent("view", { detail: name }));
 }
 
-// The view that the address names. Without one: Talk if this tab has a conversation, else Watch.
+// The view that the address names. The default is Talk if this tab has a conversation, else Watch.
 function view() {
   const named = location.hash.slice(1);
   if (TABS.includes(named)) return named;
@@ -64,7 +64,7 @@ function startTheme() {
   apply();
 }
 
-// One dialog at a time: requests that need a key meanwhile share its result.
+// One dialog at a time. Requests that need a key while it is open share its result.
 function startKey() {
   let asking = null;
   const dialog = byId("key-dialog");

@@ -42,7 +42,8 @@ export function rate(before, after, name) {
   return rise < 0 || after.at <= before.at ? null : rise / (after.at - before.at);
 }
 
-// Return a quantile of a histogram's new values, interpolated within its bucket, or null without any.
+// Return a quantile of a histogram's new values, interpolated within its bucket, or null if there
+// are none.
 export function quantile(before, after, name, share) {
   const old = before.by(`${name}_bucket`, "le");
   const rises = [...after.by(`${name}_bucket`, "le")].map(([bound, count]) => [

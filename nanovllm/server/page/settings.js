@@ -40,9 +40,9 @@ const NUMBERS = [
   ["repetition_penalty", "Above 1: penalty for tokens that occurred, also in the prompt", 0, 2, 0.05],
 ];
 
-// Build the form in `place`; its button calls `close()`. Return {fields, schema}: `fields()` returns the system message and the
-// fields of a request's body except its messages, `schema()` the JSON schema of answers, or null.
-// Both throw an Error that names a setting which cannot be read.
+// Build the form in `place`; its button calls `close()`. Return {fields, schema}. `fields()` returns
+// the system message and the fields of a request's body except its messages. `schema()` returns the
+// JSON schema of answers, or null. Both throw an Error that names an unreadable setting.
 export function startSettings(place, close) {
   const inputs = {};
   const select = (name, label, options) => {

@@ -33,8 +33,8 @@ export function python(body, address, hasKey) {
   ].join("\n");
 }
 
-// Return a value as Python source. JSON's escapes in a text mean the same in Python, and neither
-// escapes characters beyond 16 bits.
+// Return a value as Python source. The escapes of a JSON string have the same meaning in Python.
+// Characters beyond 16 bits, whose JSON escapes would differ, are not escaped by JSON.stringify.
 function literal(value, indent) {
   const inner = `${indent}    `;
   if (value === null) return "None";

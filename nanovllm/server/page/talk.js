@@ -81,7 +81,7 @@ class Talk {
     this._running?.abort();
   }
 
-  // Start a new conversation; the old one is gone.
+  // Start a new conversation and drop the old one.
   clear() {
     this.stop();
     this._turns = [];
@@ -283,7 +283,7 @@ class Talk {
       return;
     }
     if (running.signal.aborted) {
-      this._busy(null); // stopped, or a new chat, before the request
+      this._busy(null); // the visitor stopped it or started a new chat before the request
       return;
     }
     const turn = this._answerTurn(system, fields, schema);

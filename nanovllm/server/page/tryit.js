@@ -55,7 +55,7 @@ export class Samples {
         n: Math.floor((count + at) / streams),
         max_tokens: size(tokens),
         ...(least ? { min_tokens: least } : { ignore_eos: true }),
-        temperature: 1.6, // the answers of one prompt differ, also in length
+        temperature: 1.6, // makes the answers to one prompt differ, also in length
         stream: true,
       });
     }

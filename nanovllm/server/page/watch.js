@@ -19,7 +19,7 @@ const STEPS_EVERY_MS = 250;
 const METRICS_EVERY_MS = 1000;
 const STATE_EVERY_MS = 200; // numbers change less often than the picture
 const DELAY_S = 0.35; // "now" is this long ago: by then the steps have arrived
-const FRAME_MS = 45; // between two drawings; leaves the machine's time to the engine
+const FRAME_MS = 45; // between two drawings; saves CPU time for the engine
 const SPANS = [2, 5, 10, 30, 60, 120]; // seconds
 const RECORD_S = 8;
 
@@ -73,7 +73,7 @@ class Watch {
     }
   }
 
-  // Send the first sample once the engine is known to be idle.
+  // Send the first sample once the engine has reported that it is idle.
   playOnce() {
     this._isToPlay = true;
   }

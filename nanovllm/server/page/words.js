@@ -1,4 +1,4 @@
-// Plain words for the engine's own ones, and numbers as text.
+// Plain words for the engine's terms, and numbers as text.
 
 import { visible } from "./dom.js";
 
@@ -25,7 +25,7 @@ function named(key) {
   return { mode: MODES[mode], phase: PHASES[phase] };
 }
 
-// "20.0k" -> "20k", "3.00 s" -> "3 s": the end of an axis has no digits to spare.
+// "20.0k" -> "20k", "3.00 s" -> "3 s", for the narrow labels at the end of an axis.
 export const withoutZeros = (text) => text.replace(/\.0+(?!\d)/, "");
 
 // "1 chunk", "2 chunks".
