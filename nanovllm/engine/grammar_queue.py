@@ -24,11 +24,11 @@ from nanovllm.wire import RefusalKind
 
 log = logging.getLogger("engine")
 WORKERS = 2
-AGEING_BYTES = 16 << 10  # bytes of size that one second of waiting outweighs
+AGEING_BYTES = 16 << 10  # bytes that each second of waiting subtracts from a grammar's size
 QUEUE_BYTES = 64 << 20  # of all different grammars that requests wait for
 CACHE_BYTES = 256 << 20
 ENTRY_BYTES = 1000  # the cache's own overhead per grammar
-TIMEOUT_KEPT_S = 60.0  # CPU time also grows somewhat with the machine's load
+TIMEOUT_KEPT_S = 60.0  # not forever, since CPU time also grows somewhat with the machine's load
 WARM_TAG = '{"type":"structural_tag","format":{"type":"const_string","value":"warm"}}'
 
 
@@ -60,8 +60,8 @@ class PendingGrammar:
 
     tag: str
     order: float  # the smallest is compiled next
-    waiting: dict[int, OnCompiled] = field(default_factory=dict)  # by request
-    trial: Trial | None = None  # while it runs
+    waiting: dict[int, OnCompiled] = field(default_factory=dict)  # callbacks by request
+    trial: Trial | None = None  # the running trial, if any
 
 
 class CachedGrammar(NamedTuple):

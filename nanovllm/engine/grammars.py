@@ -50,17 +50,17 @@ UNWRITTEN = b"\xff</parameter>\xff"
 MASK_S = 0.02  # of CPU time; usual masks take 0.05 ms
 SEARCH_S = 0.15  # of CPU time, to find the most expensive mask of a grammar
 REMEDY = "repeat classes of characters alone, as in [a-z]*, not among alternatives"
-MOST_NAMED = 4  # tokens that the grammar names by id, before the answer begins
-TRIED_TOKENS = 20  # up to four of them for thinking and the text after it
+MOST_NAMED = 4  # most tokens before the answer that a grammar names by id
+TRIED_TOKENS = 20  # written by a trial; up to four for thinking and the text after it
 # Row of the next mask, matcher, and drafts after that mask.
 Walk: TypeAlias = tuple[int, Matcher, list[int]]
-NOISE = re.compile(r"^\[.*?\] \S+: (Check failed: .* is false: )?")  # place in xgrammar's source
+NOISE = re.compile(r"^\[.*?\] \S+: (Check failed: .* is false: )?")  # xgrammar's source location
 
 
 class Grammars:
     """Matchers of running requests, and `queue`, in which requests wait for their grammars."""
 
-    _failed: frozenset[int] = frozenset()  # requests without a mask since the last `advance`
+    _failed: frozenset[int] = frozenset()  # requests whose mask failed since the last `advance`
 
     def __init__(
         self, tokenizer_dir: Path, vocab_size: int, stop_ids: list[int], compile_s: float
@@ -274,7 +274,7 @@ def write_some(matcher: Matcher, vocab_size: int, named: Sequence[int]) -> None:
         matcher.fill(mask)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         if not allowed.size:
-            if matcher.is_completed():  # and no token ends a text; requests bring their own
+            if matcher.is_completed():  # the table has no end token; requests bring their own
                 return
             raise ValueError("nothing matches it")
         # The middle one, because the first ones are rare characters and the last ones long words.

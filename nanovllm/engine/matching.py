@@ -25,7 +25,7 @@ from nanovllm.plan import Masks
 if TYPE_CHECKING:
     import xgrammar
 
-LEAST_LIMIT = 20  # characters; lower limits would exclude usual tokens throughout
+LEAST_LIMIT = 20  # characters; a lower limit would exclude usual tokens from all masks
 CONTINUED = bytes(range(0x80, 0xC0))  # bytes that do not begin a character in UTF-8
 LIMITED_RULE = re.compile(r"(?m)^([A-Za-z_][A-Za-z0-9_]*)\[max_chars=([0-9]{1,9})\] ::=")
 # Parts of xgrammar's printed state: the character at which a limit is reached, and the mark of a
@@ -225,8 +225,7 @@ class Matcher:
         here = self._look()
         limit = int(min(self._least, here.first_limit - here.num_chars))
         if here.is_apart or here.has_token_limit or limit < 1:
-            # The exact mask is also needed because a limit of tokens takes effect when a mask is
-            # made.
+            # The exact mask must be made, because this puts a limit of tokens into effect.
             exact = self._exact_mask()
             is_apart = limit < 1 or bool(((mask ^ exact) & self._texts.singles).any())
             self._positions[-1] = here._replace(is_apart=is_apart)

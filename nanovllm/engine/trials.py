@@ -39,7 +39,7 @@ TRIED, TOO_LONG = b"+", b"-"  # first byte of an answer
 WALL_FACTOR = 6.0  # most wall-clock seconds per CPU second on a busy machine
 CPU_CHECK_S = 0.02  # least time between two checks of the CPU time
 MEMORY_BYTES = 512 << 20  # memory that one attempt may add to the server's
-STACK_BYTES = 4 << 20  # half of a thread's, so that a text that passes does not overflow there
+STACK_BYTES = 4 << 20  # half of a thread's stack, which a text that passes cannot overflow
 START_S = 120.0  # for the server to start; imports take 2 s, more on a busy machine
 
 
@@ -143,7 +143,7 @@ class Trials:
         if self._control is not None:
             self._control.close()
         if self._process is not None:
-            self._process.kill()  # it has no state to lose
+            self._process.kill()  # it has no state worth saving
             self._process.join()
         self._process = self._control = None
 
@@ -205,7 +205,7 @@ def leave_early(asked: socket.socket, cpu_s: float, answering: threading.Lock) -
 def limit_resources() -> None:
     """Limit memory, stack and core files. Beyond a limit xgrammar raises, or the fork crashes."""
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)  # a later compilation of the text prints the same
+    os.dup2(null, 2)  # the engine's own compilation prints the same messages
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_STACK, STACK_BYTES)
     with suppress(OSError):  # only Linux reports its size

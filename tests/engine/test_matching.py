@@ -1,4 +1,4 @@
-"""Masks of bounded text: those of the exact grammar without overlong tokens."""
+"""Masks of bounded text equal the exact grammar's, without tokens that are too long."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Choice {
     this.finish = finish ?? this.finish;
   }
 
-  // The choice as data, and its restoration from data.
+  // Convert the choice to data and back.
   get data() {
     const { index, content, reasoning, calls, tokens, finish } = this;
     const thought = this.thoughtFrom === null ? null : (this.thoughtTo ?? performance.now()) - this.thoughtFrom;
@@ -101,7 +101,7 @@ export class Answer {
     this.draw();
   }
 
-  // The answer as data, and its restoration from data. Times count from the request's start.
+  // Convert the answer to data and back. Times count from the request's start.
   get data() {
     const { chosen, usage, error } = this;
     const since = (time) => (time === null ? null : time - this.begun);

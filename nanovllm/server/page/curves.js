@@ -56,7 +56,8 @@ const PHASES = {
   decode: { colour: "decode" }, structured: { colour: "decode", isDashed: true },
 };
 
-// Uses the engine's own times until the metrics have counted a value since the page was opened.
+// A quantile of the time to first token: from the metrics, or without new samples there, from the
+// engine's own times.
 function firstToken(minute, now, share) {
   const times = now.firstTokens;
   return quantile(minute, now, FIRST, share) ?? times[Math.ceil(share * times.length) - 1] ?? null;

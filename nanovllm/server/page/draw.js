@@ -158,8 +158,8 @@ function drawMark(ctx, mark, { top, high, x }, colors) {
   ctx.fillRect(at - wide / 2, top, wide, high);
 }
 
-// Draw stacked bars, one for each step. `parts`: [colour, function of a step]. If
-// several steps share a pixel, the highest is drawn.
+// Draw stacked bars, one for each step. `parts`: [colour, function of a step].
+// If several steps share a pixel, the highest is drawn.
 export function stacks({ ctx, width, height }, steps, parts, top, span) {
   const x = scaleOf(span, width);
   const columns = [];

@@ -152,7 +152,7 @@ FORMATS = {
     "uuid": "[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
     "json-pointer": _POINTER,
     "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
-    "regex": rf"\^?(?:{_ATOM}[*+?]?)*\$?",  # no groups, since nesting is not regular
+    "regex": rf"\^?(?:{_ATOM}[*+?]?)*\$?",  # no groups: nested ones are not regular
 }
 # Variants for a schema that also has a length or a pattern. They are shorter than most limits,
 # because all combinations of both must be counted.

@@ -28,9 +28,9 @@ from nanovllm.server.structured.texts import automaton
 
 STRIDE = 8  # properties among which one rule chooses
 MAX_CASES = 20_000  # properties times property counts
-MAX_NAMES = 30  # names that match a pattern and are then handled like named ones
+MAX_NAMES = 30  # a pattern with at most this many names is expanded into properties
 MAX_KINDS = 40  # kinds of other properties, by the patterns that their names match
-MAX_NAME_STATES = 400  # of one object; beyond it, other names are restricted further
+MAX_NAME_STATES = 400  # states of an object's name automaton; beyond it, more names are excluded
 
 
 class Objects:
@@ -143,8 +143,8 @@ class Objects:
 class _Members:
     """Rules for the members of an object.
 
-    There is one rule for each number of named properties that were passed. Where a count matters,
-    there is also one for each number of properties that were written.
+    A rule is identified by the number of named properties that precede it in the schema's order.
+    If the schema limits the count, the number of properties written so far is also part of its key.
     """
 
     def __init__(

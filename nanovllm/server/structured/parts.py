@@ -19,7 +19,7 @@ from nanovllm.server.structured.regexes import MANY, anchored, class_of, num_wid
 from nanovllm.server.structured.rules import Rules
 from nanovllm.server.structured.texts import SLACK, distances, ending_within
 
-LEAST_SHARE = 8  # characters of one repetition
+LEAST_SHARE = 8  # fewest characters for one unlimited repetition
 LIMIT = re.compile("most([0-9]+)")  # name of a group with a limit of characters
 MOST_COPIES = 500  # copies of repeated parts
 

@@ -114,7 +114,7 @@ class SchemaReader(Register):
             ]  # fmt: skip
         return made
 
-    # -- schemas that speak of the same value -----------------------------------------------------
+    # -- keywords that apply schemas to the same value --------------------------------------------
 
     def _reference(self, given: Schema, keyword: str, path: str, made: list[Facts]) -> list[Facts]:
         for conj in self.target(given, path):

@@ -286,7 +286,7 @@ _CHARS = {
 _BASIC: dict[str, Rule] = {
     **_CHARS,
     "any_escape": [(r'["\\/bfnrt]',), ('"u"', "[0-9a-fA-F]{4}")],
-    "escape": [(r'["\\bfnrt]',), ('"u00"', "[01]", "[0-9a-fA-F]")],  # the characters that need one
+    "escape": [(r'["\\bfnrt]',), ('"u00"', "[01]", "[0-9a-fA-F]")],  # only where required
     "string": [(r'"\""', "value_chars")],
     "integer": [('"0"',), ("sign", "[1-9]", "[0-9]*")],
     "sign": [('""',), ('"-"',)],

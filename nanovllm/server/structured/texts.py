@@ -22,10 +22,10 @@ from nanovllm.server.structured.facts import String
 from nanovllm.server.structured.formats import FORMATS, SHORTER, WRITTEN
 from nanovllm.server.structured.regexes import MANY, WIDE, found, loosened, num_wide, parsed, whole
 
-MOST_COUNTED = 256  # characters that states may count
-MOST_CASES = 1000  # states times lengths; longer texts are excluded
+MOST_COUNTED = 256  # largest minLength that is counted by states
+MOST_CASES = 1000  # states times lengths; beyond it, long texts are not allowed
 LEAST_CASES = 60
-MOST_WIDE = 160  # states
+MOST_WIDE = 160  # states with a wide choice; an automaton with more is slow to compile
 DWELLING = 10  # least number of possible next characters of a text that goes on
 SLACK = 3  # characters beyond the least that a text needs to end
 

@@ -1,4 +1,4 @@
-"""Grammars of random schemas allow only instances that `jsonschema` accepts."""
+"""Grammars of random schemas agree with `jsonschema` on random instances."""
 
 from __future__ import annotations
 
