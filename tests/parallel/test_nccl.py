@@ -76,7 +76,9 @@ def lane(own_bytes: int) -> NcclMesh:
 def test_lanes_exchange_few_tokens_by_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each lane has whole dense parts, so nothing else is summed."""
     done: list[Any] = []
-    monkeypatch.setattr(exchange, "gather_tokens", lambda *_, num_tokens, peers: done.append(num_tokens))
+    monkeypatch.setattr(
+        exchange, "gather_tokens", lambda *_, num_tokens, peers: done.append(num_tokens)
+    )
     monkeypatch.setattr(exchange, "add_own_sums", lambda *args: done.append(args[0].shape))
     mesh, experts_TK = lane(1024), torch.zeros(3, 2, dtype=torch.int32)
     mesh.gather_tokens(torch.ones(3, 60), torch.ones(3, 2), experts_TK, 4)
