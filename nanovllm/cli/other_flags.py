@@ -1,7 +1,7 @@
 """Options of vLLM and SGLang, each with its counterpart here, for servers and for benchmarks.
 
 The names are those of `vllm serve` 0.33, `vllm bench serve` 0.33, `sglang.launch_server` 0.5.23 and
-some older versions. `python -m nanovllm.cli.other_flags` prints README's table.
+some older versions. `python -m nanovllm.cli.other_flags` prints the table in recipes/README.md.
 """
 
 from __future__ import annotations
@@ -442,7 +442,7 @@ def answer(typed: str, value: str | None, table: Table) -> str | None:
 
 
 def markdown(table: Table = SERVERS, kinds: Sequence[Kind] = ("use", "always on")) -> str:
-    """Return a Markdown table of these kinds of rows, for README."""
+    """Return a Markdown table of these kinds of rows, for recipes/README.md."""
     rows = [row.in_markdown for section in table.values() for row in section if row.kind in kinds]
     return "\n".join(["| vLLM, SGLang | nanovllm |", "|---|---|", *rows])
 

@@ -85,7 +85,6 @@ def run(
                 num_workers=settings.workers,
             )
             await metrics.listen()
-            access = Access(settings, bound=sock.getsockname()[0])
             app = App(
                 engines=engines,
                 served=served,
@@ -94,7 +93,7 @@ def run(
                 metrics=metrics,
                 threads=threads,
                 large=large,
-                access=access,
+                access=Access(settings, bound=sock.getsockname()[0]),
             )
             gc.collect()
             gc.freeze()  # the vocabulary's objects are never garbage
@@ -104,11 +103,16 @@ def run(
             level = logging.WARNING if server.num_cut else logging.INFO
             log.log(level, "stopped %s", fields(worker=worker, cut=server.num_cut))
 
-    with suppress(ValueError, OSError):  # the usual 1,024 would limit connections
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)), hard))
+    _raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
+
+
+def _raise_file_limit() -> None:
+    """Allow `MOST_FILES` open files, since the usual 1,024 would limit connections."""
+    with suppress(ValueError, OSError):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)), hard))
 
 
 class DrainingServer(uvicorn.Server):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import sys
@@ -11,8 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from nanovllm import cli, launch
-from nanovllm.bench import record
-from nanovllm.cli import other_flags
+from nanovllm.bench import store
 from nanovllm.cli.other_flags import BENCH, SERVERS, answer, markdown
 from nanovllm.config import ConfigError, load_config
 from nanovllm.registry import resolve
@@ -166,8 +166,8 @@ def test_the_model_may_be_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--dataset-path p", "--dataset-path: not offered: prompts are random words of exactly "
                              "--input-len tokens, no two alike"),
         ("--max-model-len 9", "--max-model-len: use --set server.max_model_tokens=9"),
-        ("serve", "bench has no command serve: it drives a server at --url, or RECIPE with "
-                  "--start, or its engine alone with --offline"),
+        ("serve", "bench has no command serve: it measures a server at --url, RECIPE with "
+                  "--start, or only its engine with --offline"),
         ("--goodput ttft:3 tpot:4", "--goodput takes one limit; repeat it, as in --goodput "
                                     "ttft:500 --goodput tpot:50"),
         ("--request-rate inf", "--request-rate inf: write --concurrency N, as many as "
@@ -189,15 +189,14 @@ def table_in(text: str) -> str | None:
     return found[1].strip() if found else None
 
 
-def test_the_table_of_readme_is_made_from_the_code() -> None:
+def test_the_table_of_recipes_is_made_from_the_code() -> None:
     made = markdown()
     rows = made.splitlines()
     assert rows[0] == "| vLLM, SGLang | nanovllm |"
     assert all(row.count(" | ") == 1 for row in rows[2:]) and len(rows) > 50
     assert "| `--max-model-len`, `--context-length` | `--set server.max_model_tokens=N` |" in rows
     assert table_in(f"# A\n{BEGIN}\n{made}\n{END}\n") == made
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("nanovllm/*.md")):  # any may have the table
-        assert table_in(path.read_text()) in (None, made), f"{path.name}: {other_flags.__name__}"
+    assert table_in((ROOT / "recipes" / "README.md").read_text()) == made
 
 
 # -- addresses -------------------------------------------------------------------------------
@@ -210,8 +209,9 @@ def test_a_server_s_address_may_end_as_clients_have_it(tail: str, tmp_path: Path
         line += ["--output-len", "2", "--results-dir", str(tmp_path)]
         done = CliRunner().invoke(resolve(cli.COMMANDS, "bench"), line)
     assert done.exit_code == 0, done.output
-    (path,) = tmp_path.rglob("*.json")
-    assert record.read(path).metrics["completed"] == 1.0
+    (path,) = tmp_path.rglob("records.jsonl")
+    (made,) = store.read(path)
+    assert json.loads(bytes(made.record))["metrics"]["completed"] == 1.0
 
 
 def test_the_module_prints_the_table(
