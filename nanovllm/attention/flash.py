@@ -50,11 +50,10 @@ class FlashPaged:
         return bind_rows(self.like, batch, self._bind_chunks, self.decode)
 
     def _bind_chunks(self, batch: Batch) -> Attend:
-        from nanovllm_kernels.flash_prefill import (
-            flash_prefill,
-        )  # imports CuTe DSL (seconds)
+        from nanovllm_kernels.flash_prefill import flash_prefill  # imports CuTe DSL (seconds)
 
-        rows = batch.page_table_RM, batch.starts_R1, batch.lengths_R
+        page_table_RM, starts_R1, lengths_R = batch.page_table_RM, batch.starts_R1, batch.lengths_R
         if self.like.k_PSGA.dtype == FP8:
-            return RowsAttend(paged_prefill, (*rows, batch.max_new))
-        return RowsAttend(flash_prefill, rows)
+            rows = (page_table_RM, starts_R1, lengths_R, batch.max_new)
+            return RowsAttend(paged_prefill, rows)
+        return RowsAttend(flash_prefill, (page_table_RM, starts_R1, lengths_R))

@@ -44,8 +44,8 @@ class DeltaStates(NamedTuple):
 class GatedDelta:
     """A layer's convolution, gates, delta rule, norm and output gate.
 
-    The columns of its input are queries, keys and values of all heads, then z, then b and a of each
-    head. b and a may also be a separate tensor.
+    The columns of its input are queries, keys and values of all heads, then z. The last columns are
+    b and a of each head, which may also be a separate tensor.
     """
 
     key_heads: int

@@ -180,7 +180,7 @@ SERVERS: Table = {
     "Several GPUs": (
         use("tensor-parallel-size tp-size tp -tp", "--tp {N}"),
         use("data-parallel-size dp-size dp -dp", "--dp {N}"),
-        use("enable-expert-parallel -ep", "--set parallel.ep=N", "as many as --tp"),
+        use("enable-expert-parallel -ep", "--set parallel.ep=N", "the number of --tp"),
         use("expert-parallel-size ep-size ep max-ep-size", "--set parallel.ep={N}"),
         use("enable-dp-attention attention-data-parallel-size attn-dp-size",
             "--set parallel.ep=N", "with --tp 1: each GPU has the attention of its own requests"),

@@ -68,9 +68,9 @@ class Grammars:
         """`compile_s`: limit of CPU time for one compilation."""
         self.vocab_size = vocab_size
         self._stop_ids = stop_ids
-        tokens = tokenizer_dir, vocab_size, stop_ids
-        self._trials = Trials(partial(attempt_of, *tokens))
-        self.queue = GrammarQueue(self._trials, Compiler(*tokens), compile_s)
+        self._trials = Trials(partial(attempt_of, tokenizer_dir, vocab_size, stop_ids))
+        compiler = Compiler(tokenizer_dir, vocab_size, stop_ids)
+        self.queue = GrammarQueue(self._trials, compiler, compile_s)
         self._matchers: dict[int, Matcher] = {}
         self._filler: xgrammar.BatchGrammarMatcher | None = None
         self._num_words = -(-vocab_size // 32)

@@ -104,7 +104,9 @@ class Checkpoints:
             self._blank.append(place)
             return
         before = self.longest(keys, num_tokens - 1)
-        new = Checkpoint(place, key, num_tokens, keys, before, set())
+        new = Checkpoint(
+            id=place, key=key, num_tokens=num_tokens, keys=keys, before=before, behind=set()
+        )
         for other in list(self.beyond(before, keys, num_tokens)):
             self._unlink(other)
             self._set_before(other, new)

@@ -1,7 +1,7 @@
 """Keys and values on the device, and the operations of a plan on whole pages.
 
 Decision: all layers of a group are in one tensor, so that one launch fills or copies a page of all
-layers. A layer's view of it is contiguous, which is what attention needs.
+layers. A layer's view of it is contiguous, as attention requires.
 """
 
 from __future__ import annotations

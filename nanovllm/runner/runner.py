@@ -122,7 +122,7 @@ class Runner:
     def draw_plain(self, rows: StepRows) -> Written:
         """After a replayed forward pass, draw by seed and temperature and write the tokens back.
 
-        Captured as well, because its launches cost the host as much as the whole forward pass.
+        Captured as well, because its launches take the host as long as those of the forward pass.
         """
         forwarded = self.graphs.captured[rows.num_tokens, rows.width].output
         assert isinstance(forwarded, Forwarded) and forwarded.logits_SV is not None

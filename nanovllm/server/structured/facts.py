@@ -42,13 +42,13 @@ class Number:
         lows = [bound for bound in (self.low, other.low) if bound]
         highs = [bound for bound in (self.high, other.high) if bound]
         made = Number(
-            self.is_integer or other.is_integer,
-            max(lows, default=None),
-            min(highs, default=None, key=lambda bound: (bound[0], not bound[1])),
-            self.multiples | other.multiples,
-            _common(self.values, other.values),
-            self.excluded | other.excluded,
-            self.no_multiples | other.no_multiples,
+            is_integer=self.is_integer or other.is_integer,
+            low=max(lows, default=None),
+            high=min(highs, default=None, key=lambda bound: (bound[0], not bound[1])),
+            multiples=self.multiples | other.multiples,
+            values=_common(self.values, other.values),
+            excluded=self.excluded | other.excluded,
+            no_multiples=self.no_multiples | other.no_multiples,
         )
         if made.values is not None:
             kept = tuple(value for value in made.values if made.has(value))
@@ -84,12 +84,12 @@ class String:
 
     def and_(self, other: String) -> String | None:
         made = String(
-            tuple(dict.fromkeys(self.patterns + other.patterns)),
-            tuple(dict.fromkeys(self.formats + other.formats)),
-            max(self.low, other.low),
-            _least(self.high, other.high),
-            _common(self.values, other.values),
-            self.excluded | other.excluded,
+            patterns=tuple(dict.fromkeys(self.patterns + other.patterns)),
+            formats=tuple(dict.fromkeys(self.formats + other.formats)),
+            low=max(self.low, other.low),
+            high=_least(self.high, other.high),
+            values=_common(self.values, other.values),
+            excluded=self.excluded | other.excluded,
         )
         is_empty = made.values == () or (made.high is not None and made.high < made.low)
         return None if is_empty else made
@@ -166,11 +166,11 @@ class Object:
 
     def and_(self, other: Object) -> Object | None:
         made = Object(
-            self.layers + other.layers,
-            tuple(dict.fromkeys(self.required + other.required)),
-            max(self.low, other.low),
-            _least(self.high, other.high),
-            both(self.names, other.names),
+            layers=self.layers + other.layers,
+            required=tuple(dict.fromkeys(self.required + other.required)),
+            low=max(self.low, other.low),
+            high=_least(self.high, other.high),
+            names=both(self.names, other.names),
         )
         least = max(made.low, len(made.required))
         return None if made.high is not None and made.high < least else made
@@ -178,7 +178,13 @@ class Object:
     def simple(self) -> Object:
         """Return the constraints without property counts and name patterns (many rules)."""
         layers = tuple(
-            PropertyLayer(la.properties, (), ANYTHING if la.patterns else la.rest, (), la.closes)
+            PropertyLayer(
+                properties=la.properties,
+                patterns=(),
+                rest=ANYTHING if la.patterns else la.rest,
+                beside=(),
+                closes=la.closes,
+            )
             for la in self.layers
         )
         return Object(layers, self.required)
@@ -197,12 +203,12 @@ class Facts:
 
     def and_(self, other: Facts) -> Facts:
         return Facts(
-            self.null and other.null,
-            tuple(value for value in self.booleans if value in other.booleans),
-            self.number and other.number and self.number.and_(other.number),
-            self.text and other.text and self.text.and_(other.text),
-            self.array and other.array and self.array.and_(other.array),
-            self.object and other.object and self.object.and_(other.object),
+            null=self.null and other.null,
+            booleans=tuple(value for value in self.booleans if value in other.booleans),
+            number=self.number and other.number and self.number.and_(other.number),
+            text=self.text and other.text and self.text.and_(other.text),
+            array=self.array and other.array and self.array.and_(other.array),
+            object=self.object and other.object and self.object.and_(other.object),
         )
 
     def is_empty(self) -> bool:
@@ -216,13 +222,20 @@ class Facts:
         if number and "number" not in kinds:
             number = number.and_(Number(is_integer=True))
         return Facts(
-            self.null and "null" in kinds,
-            self.booleans if "boolean" in kinds else (),
-            number,
-            self.text if "string" in kinds else None,
-            self.array if "array" in kinds else None,
-            self.object if "object" in kinds else None,
+            null=self.null and "null" in kinds,
+            booleans=self.booleans if "boolean" in kinds else (),
+            number=number,
+            text=self.text if "string" in kinds else None,
+            array=self.array if "array" in kinds else None,
+            object=self.object if "object" in kinds else None,
         )
 
 
-EVERYTHING = Facts(True, (True, False), Number(), String(), Array(), Object())
+EVERYTHING = Facts(
+    null=True,
+    booleans=(True, False),
+    number=Number(),
+    text=String(),
+    array=Array(),
+    object=Object(),
+)

@@ -206,7 +206,7 @@ class Keywords:
         if not layers and not required and not low and high is None and names == ANYTHING:
             return None
         return replace(EVERYTHING, object=Object((), required, 0, None).and_(
-            Object(layers, required, low, high, names)))  # fmt: skip
+            Object(layers=layers, required=required, low=low, high=high, names=names)))  # fmt: skip
 
     def counts(self, given: Schema, path: str, least: str, most: str) -> tuple[int, int | None]:
         """Return the least and the greatest count from two keywords; None above MAX_LENGTH."""

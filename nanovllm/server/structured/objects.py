@@ -133,7 +133,14 @@ class Objects:
         cap = high + 1 if high is not None else low if counts else 0
         if (cap + 1) * max(1, len(parts)) > MAX_CASES:
             raise InexactError("'minProperties' or 'maxProperties' of too many properties")
-        writer = _Members(self._rules, self._value, parts, others, low if counts else 0, high)
+        writer = _Members(
+            rules=self._rules,
+            value=self._value,
+            parts=parts,
+            others=others,
+            low=low if counts else 0,
+            high=high,
+        )
         made: Rule = [('"{"', "ws", '"}"')] if not num_required and not low else []
         if high == 0:
             return made

@@ -71,8 +71,8 @@ class Parameters:
                 text = f"{self._where}: this model cannot write a parameter named {name!r}"
                 raise ApiError(400, text, param=self._where, code="invalid_schema")
             begin = constant(self._before.replace("NAME", name))
-            element = begin, value, constant(self._after)
-            made.append(sequence(*element) if is_required else optional(*element))
+            join = sequence if is_required else optional
+            made.append(join(begin, value, constant(self._after)))
         made += [self._more(names, conj) for names, conj in others]
         return sequence(*made)
 
@@ -87,8 +87,10 @@ class Parameters:
         name = rules.text(rules.dfa(names, in_json=False))
         if name is None:
             return constant("")
-        element = constant(begin), grammar(name), constant(end), value, constant(self._after)
-        return {"type": "star", "content": sequence(*element)}
+        element = sequence(
+            constant(begin), grammar(name), constant(end), value, constant(self._after)
+        )
+        return {"type": "star", "content": element}
 
     def _value(self, conj: Conj) -> Format | None:
         """Return the format of a parameter's value, or None if no value is allowed."""
