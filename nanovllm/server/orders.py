@@ -72,7 +72,11 @@ def generates(
 
 
 def _bad_words(request: ChatRequest, served: Served) -> list[list[int]]:
-    """Return the tokens of each word, at the beginning of a text and after a space."""
+    """Return the tokens of each word, at the beginning of a text and after a space.
+
+    Raise ApiError (400) if the model's vocabulary lacks a token of a word. A spelling after a space
+    is left out in that case, as the model cannot write it.
+    """
     words = [word.lstrip() for word in request.bad_words or ()]
     spellings = [spelling for word in words for spelling in (word, f" {word}")]
     encode = served.template.tokenizer.encode_batch_fast
@@ -81,8 +85,10 @@ def _bad_words(request: ChatRequest, served: Served) -> list[list[int]]:
         if len(encoded.ids) > MAX_BAD_WORD_TOKENS:
             where = f"bad_words[{at // 2}]"
             raise bad_value(where, f"at most {MAX_BAD_WORD_TOKENS} tokens long", words[at // 2])
-        served.check_tokens(f"bad_words[{at // 2}]", encoded.ids)
-        if encoded.ids and encoded.ids not in words_as_ids:
+        if at % 2 == 0:
+            served.check_tokens(f"bad_words[{at // 2}]", encoded.ids)
+        is_possible = max(encoded.ids, default=0) < served.vocab_size
+        if encoded.ids and is_possible and encoded.ids not in words_as_ids:
             words_as_ids.append(encoded.ids)
     return words_as_ids
 

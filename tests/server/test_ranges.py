@@ -178,8 +178,8 @@ def test_extremes_together(fields) -> None:
     [
         ({"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 2}, "min_tokens"),
         ({"stop_token_ids": list(range(VOCAB)), "min_tokens": 1}, "min_tokens"),
-        ({"allowed_token_ids": [0], "bad_words": ["!"]}, "bad_words"),  # ids 0, and 220 and 0
-        ({"allowed_token_ids": [0, 0], "bad_words": ["x!"]}, "bad_words"),
+        ({"allowed_token_ids": [0], "bad_words": ["!"]}, "bad_words"),  # id 0, or 220 and 0
+        ({"allowed_token_ids": [0, 0], "bad_words": ["#!"]}, "bad_words"),
         (
             {
                 "allowed_token_ids": [0, 7],
