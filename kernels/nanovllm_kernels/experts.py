@@ -53,7 +53,7 @@ class Shape(NamedTuple):
     warps: int
 
 
-SHAPES = {  # by tokens of a tile and bytes per element of the weight
+SHAPES = {  # key: (tokens of a tile, bytes per element of the weight)
     (8, 1): Shape(64, 128, 6, 2),
     (16, 1): Shape(64, 128, 5, 2),
     (16, 2): Shape(64, 128, 4, 4),

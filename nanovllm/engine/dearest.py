@@ -107,7 +107,11 @@ class Search:
         return min(costs)
 
     def _following(self) -> list[int]:
-        """Return allowed tokens of each kind: single bytes, and one or two of the others."""
+        """Return the allowed tokens by which the search extends an output.
+
+        They are the single-byte tokens of LETTERS that the mask allows, and the first and
+        the middle one (by id) of all allowed tokens.
+        """
         words = self._mask.view(np.uint32)
         allowed = [t for t in self._letters if words[t // 32] >> np.uint32(t % 32) & 1]
         others = _tokens_of(self._mask)

@@ -2,8 +2,8 @@
 
 A prefix can be reused up to the last page end where all pages are cached and a state was saved.
 States are saved only if that saves at least a page of tokens:
-- At forks: where the cached pages of a prompt end and other texts go on, or where a prompt differs
-  from one that waits. The next prompt with that prefix starts there.
+- At forks: where the cached pages of a prompt end and a longer checkpoint shares them, or where a
+  prompt differs from that of a waiting request. The next prompt with that prefix starts there.
 - At the start of a prompt's last page, inside its last chunk. The very end would be useless: an
   equal prompt must compute one token. The last tokens also open the model's turn, often with
   reasoning that the next turn's prompt leaves out.
@@ -33,7 +33,7 @@ from nanovllm.kv.layout import CacheLayout
 from nanovllm.kv.memory import Found, KVMemory, Texts
 
 EVERY = 4096  # tokens; computing these again takes several times as long as a decode step
-LOOKED_AT = 32  # waiting texts that are compared, at most
+LOOKED_AT = 32  # maximum number of waiting requests that are compared
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class HybridMemory(KVMemory):
         self.states = Checkpoints(num_checkpoints if prefix else 0, page_tokens)
         self.checkpoints, self.checkpoint_events = self.states.sizes, self.states.events
         self._texts: dict[int, SavedText] = {}
-        self._unpublished: dict[Key, tuple[int, PageKeys, int]] = {}  # place, text, tokens
+        self._unpublished: dict[Key, tuple[int, PageKeys, int]] = {}  # place, page keys, tokens
         self._saves: dict[int, int] = {}  # for the next plan: slot by checkpoint
 
     # -- admission --------------------------------------------------------------------------
@@ -120,7 +120,12 @@ class HybridMemory(KVMemory):
         return end, self._save(request_id, end), end
 
     def _parting(self, text: SavedText, start: int, waiting: Texts) -> int:
-        """Return where a waiting text that gains by waiting leaves this one (tokens), or 0."""
+        """Return the length in tokens of a prefix that a waiting request shares, or 0.
+
+        The prefix consists of full pages and ends after `start`. A checkpoint at its end must spare
+        the waiting request at least one page and half of its tokens after this request's latest
+        checkpoint. The first such request decides.
+        """
         for other in islice(waiting, LOOKED_AT):
             shared = self._num_shared(text.keys, other) * self.page_tokens
             spared, left = shared - text.num_saved, len(other.tokens) - text.num_saved
@@ -129,7 +134,10 @@ class HybridMemory(KVMemory):
         return 0
 
     def _num_shared(self, a: PageKeys, b: PageKeys) -> int:
-        """Return the number of leading pages that two texts share. Both are longer than these."""
+        """Return the number of leading pages that two requests share.
+
+        Both requests have tokens after these pages.
+        """
         most = min(self._most_shared(a), self._most_shared(b))
         return bisect_left(range(most), True, key=lambda index: a.full(index) != b.full(index))
 

@@ -17,7 +17,9 @@ from nanovllm.server.errors import too_long
 
 EXACT_CHARS = 32 * 1024  # a refusal of a longer text states a lower bound instead of its length
 CHARS_PER_TOKEN = 8  # a text with more than this per token of context is measured first
-LAST_WORDS = 16  # of a piece; these may be split differently when the text continues
+# Words at the end of a cut text that are not counted, in addition to its last word. The rest of the
+# text may change their split.
+LAST_WORDS = 16
 KEEP_ALL = {"ByteLevel", "Digits", "Punctuation", "Sequence", "Split"}  # drop no text
 
 
@@ -61,8 +63,10 @@ class Lengths:
         return -(-len(text.encode()) // self._longest)
 
     def _by_words(self, beginning: str) -> int:
-        """Return the number of complete words. Words are split left to right, and no token spans
-        two.
+        """Return the number of tokens before the last words of the beginning.
+
+        The tokenizer splits words from left to right, and no token spans two words. The tokens
+        counted here are therefore also tokens of the whole text.
         """
         encoding = self._tokenizer.encode_batch([beginning], add_special_tokens=False)[0]
         words = [word for word in encoding.word_ids if word is not None]

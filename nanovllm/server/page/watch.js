@@ -110,7 +110,8 @@ class Watch {
     const answer = await api.json(`debug/steps?since=${this._history.newest}&engine=${engine}`);
     if (engine !== this._engine) return;
     const offset = answer.now_s - performance.now() / 1000;
-    // The fastest answer has the best estimate; a clock that was set is followed at once.
+    // Keep the largest offset: its answer was the fastest, so it is the most accurate. An offset
+    // that is smaller by more than 1 s is adopted at once: the server's monotonic clock restarted.
     if (this._offset === null || offset > this._offset || this._offset - offset > 1) this._offset = offset;
     this._history.take(answer);
     this._offerEngines(answer.engines);

@@ -260,5 +260,9 @@ class OutputParser:
             self._events.append(Text(text))
 
     def _named(self, text: str) -> str:
-        """Return the text with marks that are no markers here replaced by their names."""
+        """Return the text with each marker's stand-in character replaced by the marker's name.
+
+        The detokenizer writes a stand-in for the special token of a marker. Stand-ins that remain
+        in shown text did not act as markers.
+        """
         return text if text.isascii() else text.translate(self._shown)

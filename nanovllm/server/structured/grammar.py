@@ -136,7 +136,12 @@ class Grammar:
         return self.rules.add("text", [(r'"\""', body, r'"\""')])
 
     def _alone(self, text: String) -> str | None:
-        """Return the rule of a string that is written without an automaton, or None."""
+        """Return a rule made directly from the string's only pattern or format, or None.
+
+        Such a rule replaces an automaton that is slow to compile, or a maximum length that must be
+        counted together with the pattern. Return None if the automaton suffices, if `texts.alone`
+        finds other constraints, or if the pattern has no such rule.
+        """
         pattern = texts.alone(text)
         if pattern is None:
             return None

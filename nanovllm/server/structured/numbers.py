@@ -57,7 +57,8 @@ class _Digits:
         counted = number.multiples | number.no_multiples
         scale = max(map(_decimals, counted), default=0)
         if number.no_multiples and not number.multiples and not number.is_integer:
-            scale += 2  # two more decimals, in which the number can differ from a multiple
+            # Two more decimals are allowed. Otherwise `not multipleOf 1` would exclude all numbers.
+            scale += 2
         self._scale = scale if counted else None
         self._modulus = math.lcm(*(int(multiple * 10**scale) for multiple in counted))
         if self._modulus > MAX_MULTIPLE:
