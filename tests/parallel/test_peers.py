@@ -27,8 +27,8 @@ def test_a_gpu_out_of_reach_is_said(monkeypatch) -> None:
     with pytest.raises(ConfigError) as raised:
         connect_peers(None, 1, 3, DEVICE)
     assert str(raised.value) == (
-        "parallel needs 3 ranks; GPU 5 cannot reach the memory of GPU 6, as kernels over peer "
-        "memory must"
+        "parallel needs 3 ranks; GPU 5 cannot reach the memory of GPU 6, which kernels over peer "
+        "memory require"
     )
     assert asked == [(5, 4), (5, 6)]
 

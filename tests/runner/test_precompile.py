@@ -174,7 +174,7 @@ def test_they_are_on_disk_when_the_weights_are_loaded(
         assert not any(job.path.exists() for job in jobs)
     assert [job.path.exists() for job in (*jobs, wrong)] == [True, True, False]
     assert "compiling in the background: 3 kernels" in caplog.text
-    assert "1 of 3 did not compile" in caplog.text
+    assert "1 of 3 kernels did not compile" in caplog.text
     assert [*folder.rglob("*.o")] and {path.suffix for path in folder.rglob("*.*")} == {".o"}
 
     def started(job: compile_cache.Job) -> None:
