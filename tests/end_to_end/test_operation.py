@@ -451,7 +451,7 @@ def test_bench_says_when_the_template_takes_more(small) -> None:
     url, _, _ = small
     load = Workload(num_prompts=1, input_len=5, output_len=3, concurrency=1)
     with pytest.raises(
-        ConfigError, match=r"is 5 tokens, which no words .* whose chat template alone takes \d+$"
+        ConfigError, match=r"is 5 tokens; no prompt has this length .* chat template alone has \d+$"
     ):
         online.measure_server(
             load, None, url=url, api_key="of-the-night", goals_ms={}, warmup=0, processes=1,

@@ -206,7 +206,7 @@ def test_without_any_engine_health_says_so_until_one_is_back() -> None:
         for pid in engines:
             os.kill(pid, signal.SIGKILL)
         eventually(lambda: health(server) == 503, 5)
-        with pytest.raises(openai.InternalServerError, match="the engine is gone"):
+        with pytest.raises(openai.InternalServerError, match="has lost its engine"):
             server.client().chat.completions.create(**asked("Hi.", max_tokens=2))
         os.kill(server.process.pid, signal.SIGCONT)
         eventually(lambda: health(server) == 200, 60)
