@@ -211,7 +211,9 @@ def test_reasoning_has_the_name_that_the_template_reads(tmp_path, renderer) -> N
 
 def test_tools_that_the_template_does_not_show_are_refused(tmp_path, renderer) -> None:
     write_folder(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(ApiError, match="tools: the model's chat template does not support tools") as caught:
+    with pytest.raises(
+        ApiError, match="tools: the model's chat template does not support tools"
+    ) as caught:
         rendered(tmp_path, MESSAGES, renderer, tools=[TOOL])
     assert (caught.value.status, caught.value.param) == (400, "tools")
     assert caught.value.code == "unsupported_tools"

@@ -418,7 +418,9 @@ DATED = "{{ messages[0].content }}, {{ date | upper if date is string else date 
 def test_a_kwarg_that_the_template_refuses_is_named(tmp_path, kwargs, source) -> None:
     source = "{% set date = date | default('today') %}" + source
     assert rendered(tmp_path, source, hello()) is not None
-    with pytest.raises(ApiError, match="chat_template_kwargs: the chat template cannot render them") as caught:
+    with pytest.raises(
+        ApiError, match="chat_template_kwargs: the chat template cannot render them"
+    ) as caught:
         rendered(tmp_path, source, hello(chat_template_kwargs=kwargs))
     assert (caught.value.status, caught.value.param) == (400, "chat_template_kwargs")
     assert caught.value.code == "template_error"
