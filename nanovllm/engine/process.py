@@ -249,6 +249,7 @@ class Engine:
 
     def _join(self, joined: Joined) -> None:
         outbox = self._outboxes[joined.worker] = queue.SimpleQueue()
+        outbox.put(Beat(0.0, 0.0))  # so that a hang before the first regular beat is noticed
         for work in (self._read, self._write):
             threading.Thread(target=work, args=(*joined, outbox), daemon=True).start()
 
