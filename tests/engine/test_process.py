@@ -238,7 +238,7 @@ def test_the_compiler_of_grammars_is_made_before_the_engine_is_ready(
 ) -> None:
     """If the compiler cannot be built, requests without grammars are still served."""
     executor, recipe, *others = paper.build(config := load_config("paper"))
-    recipe = msgspec.structs.replace(recipe, device=device)
+    recipe = msgspec.structs.replace(recipe, device=device, engine="model")
     told: list[str] = []
 
     def prepare(_: GrammarQueue) -> None:
