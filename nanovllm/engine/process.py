@@ -250,7 +250,7 @@ class Engine:
     def _join(self, joined: Joined) -> None:
         outbox = self._outboxes[joined.worker] = queue.SimpleQueue()
         outbox.put(Beat(0.0, 0.0))  # so that a hang before the first regular beat is noticed
-        for work in (self._read, self._write):
+        for work in self._read, self._write:
             threading.Thread(target=work, args=(*joined, outbox), daemon=True).start()
 
     def _drop(self, worker: int) -> None:
@@ -362,9 +362,8 @@ class Engine:
     def _beat(self) -> None:
         progress = self.loop.progress
         while True:
-            beat = Beat(progress.age_s(), progress.late_s())
             for outbox in tuple(self._outboxes.values()):  # a copy: others may join concurrently
-                outbox.put(beat)
+                outbox.put(Beat(progress.age_s(), progress.late_s()))
             time.sleep(BEAT_EVERY_S)
 
     def _write(
