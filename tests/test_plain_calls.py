@@ -1,4 +1,4 @@
-"""Calls in nanovllm and recipes that a reader must decode are refused, with the plain form."""
+"""Calls and expressions in nanovllm are plain: arguments are named, flags are not multiplied."""
 
 from __future__ import annotations
 

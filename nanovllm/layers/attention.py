@@ -61,10 +61,26 @@ class Attention(Layer):
 
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
         """Return the residual stream plus the block's result. May overwrite its input."""
-        batch, cache = ctx.batch, self.attend.cache
+        batch = ctx.batch
         qkv, stream = self.qkv(residual)
+        o_TX = self.attended(as_tensor(qkv), cos_sin_LA, ctx)
+        if self.is_last and not ctx.all_hidden:
+            o_TX, stream = batch.sampled(o_TX), Added(batch.sampled(stream.stream_TD))
+        after: Residual = self.out(o_TX, stream)
+        return after
+
+    def elements(self) -> int:
+        """Return the elements per token that are allocated at once besides the stream."""
+        return len(self.qkv.weight) + 2 * self.out.weight.shape[1]
+
+    def attended(self, qkv_TX: Tensor, cos_sin_LA: Tensor, ctx: ForwardContext) -> Tensor:
+        """Rotate queries and keys, store keys and values, and return the attention o_TX.
+
+        qkv_TX may also be the unsummed slices of a product, as `rope_store` accepts them.
+        """
+        batch, cache = ctx.batch, self.attend.cache
         q_THA = self.ops.rope_store(
-            as_tensor(qkv),
+            qkv_TX,
             q_norm_X=self.q_norm,
             k_norm_X=self.k_norm,
             eps=self.eps,
@@ -76,12 +92,4 @@ class Attention(Layer):
             scales_2G=cache.scales_2G,
             ranks=self.norm_ranks,
         )
-        o_TX = ctx.eager(self.attend, ctx, q_THA).flatten(1)
-        if self.is_last and not ctx.all_hidden:
-            o_TX, stream = batch.sampled(o_TX), Added(batch.sampled(stream.stream_TD))
-        after: Residual = self.out(o_TX, stream)
-        return after
-
-    def elements(self) -> int:
-        """Return the elements per token that are allocated at once besides the stream."""
-        return len(self.qkv.weight) + 2 * self.out.weight.shape[1]
+        return ctx.eager(self.attend, ctx, q_THA).flatten(1)

@@ -31,22 +31,10 @@ class GatedAttention(Attention):
 
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
         """Return the residual stream plus the block's result. May overwrite its input."""
-        batch, cache, width = ctx.batch, self.attend.cache, self.out.weight.shape[1]
+        batch, width = ctx.batch, self.out.weight.shape[1]
         qkv, stream = self.qkv(residual)
         products = as_tensor(qkv)
-        q_THA = self.ops.rope_store(
-            products[..., width:],
-            q_norm_X=self.q_norm,
-            k_norm_X=self.k_norm,
-            eps=self.eps,
-            cos_sin_LA=cos_sin_LA,
-            positions_T=batch.positions_T,
-            slot_mapping_T=batch.slot_mapping_T,
-            k_PSGA=cache.k_PSGA,
-            v_PSGA=cache.v_PSGA,
-            scales_2G=cache.scales_2G,
-        )
-        o_TX = ctx.eager(self.attend, ctx, q_THA).flatten(1)
+        o_TX = self.attended(products[..., width:], cos_sin_LA, ctx)
         gate = products[..., :width]  # of all slices
         if self.is_last and not ctx.all_hidden:
             o_TX, stream = batch.sampled(o_TX), Added(batch.sampled(stream.stream_TD))
