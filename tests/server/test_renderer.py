@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def task(source: str = EACH, content: str = "hello", **more: Any) -> Task:
     return Task(source, {"messages": messages}, more.pop("max_s", 5.0), **more)
 
 
-def processes() -> list[int]:
+def render_processes() -> list[int]:
     """Return the ids of this process's render subprocesses."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -48,7 +48,16 @@ def processes() -> list[int]:
     return found
 
 
-def test_one_process_renders_every_template(renderer) -> None:
+@pytest.fixture
+def processes() -> Callable[[], list[int]]:
+    """Return the function that lists the subprocesses of this test: tests before it may have left
+    renderers in use.
+    """
+    others = {*render_processes()}
+    return lambda: [pid for pid in render_processes() if pid not in others]
+
+
+def test_one_process_renders_every_template(renderer, processes) -> None:
     assert renderer.render(task()) == Rendered("user:hello;")
     (pid,) = processes()
     assert renderer.render(task("{{ messages | length }}")) == Rendered("1")
@@ -58,7 +67,7 @@ def test_one_process_renders_every_template(renderer) -> None:
     assert renderer.render(task()) == Rendered("user:hello;")  # a new one
 
 
-def test_a_process_that_was_killed_is_replaced_and_no_prompt_is_lost(renderer) -> None:
+def test_a_process_that_was_killed_is_replaced_and_no_prompt_is_lost(renderer, processes) -> None:
     renderer.render(task())
     (pid,) = processes()
     os.kill(pid, signal.SIGKILL)
@@ -66,7 +75,7 @@ def test_a_process_that_was_killed_is_replaced_and_no_prompt_is_lost(renderer) -
     assert renderer.render(task()) == Rendered("user:hello;")
 
 
-def test_signals_for_the_whole_group_do_not_end_it(renderer) -> None:
+def test_signals_for_the_whole_group_do_not_end_it(renderer, processes) -> None:
     """The subprocess ignores SIGTERM and SIGINT, so that a draining server can still render
     prompts.
     """
@@ -78,7 +87,7 @@ def test_signals_for_the_whole_group_do_not_end_it(renderer) -> None:
     assert processes() == [pid]
 
 
-def test_after_a_limit_another_process_goes_on(renderer) -> None:
+def test_after_a_limit_another_process_goes_on(renderer, processes) -> None:
     renderer.render(task())
     (first,) = processes()
     found = renderer.render(task("{{ 'a' * 10**10 }}"))
@@ -100,7 +109,7 @@ def test_long_conversations_may_take_more_memory(renderer) -> None:
     assert found == Rendered(f"user:{text};")
 
 
-def test_threads_get_each_their_own_prompt(renderer) -> None:
+def test_threads_get_each_their_own_prompt(renderer, processes) -> None:
     wrong: list[str] = []
 
     def ask(number: int) -> None:
@@ -139,7 +148,7 @@ def test_the_process_ends_with_its_parent() -> None:
     eventually(lambda: not Path(f"/proc/{pid}").exists())
 
 
-def test_a_renderer_that_is_dropped_leaves_no_process() -> None:
+def test_a_renderer_that_is_dropped_leaves_no_process(processes) -> None:
     made = Renderer()
     made.render(task())
     assert len(processes()) == 1
@@ -147,7 +156,7 @@ def test_a_renderer_that_is_dropped_leaves_no_process() -> None:
     eventually(lambda: processes() == [])
 
 
-def test_a_start_costs_little(renderer) -> None:
+def test_a_start_costs_little(renderer, processes) -> None:
     begun = time.monotonic()
     renderer.render(task())
     assert time.monotonic() - begun < 3
