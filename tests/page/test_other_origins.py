@@ -166,7 +166,7 @@ def test_the_server_s_own_page_works_under_each_name(browser, opened, host) -> N
     page.set("max_tokens", "12")
     page.say("hello")
     page.answered()
-    assert page.text(".turn.assistant .content").startswith(" These words")
+    assert page.text(".turn.assistant .content").startswith("These words")
     page.run("location.hash = 'watch'")
     page.until(lambda: page.text("#said").startswith("Step "))
     assert page.complaints() == []
