@@ -168,6 +168,10 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     paper: Paper = Paper()
     speculate: Speculate | None = None
 
+    @property
+    def num_drafts(self) -> int:
+        return self.speculate.tokens if self.speculate is not None else 0
+
 
 class Config(Struct, frozen=True, kw_only=True):
     """A checked recipe, and the values derived from it."""

@@ -31,12 +31,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from nanovllm.children import (
-    EXIT_CONFIG as EXIT_CONFIG,
     EXIT_CRASH as EXIT_CRASH,
     LEAVE,
-    Word as Word,
     run_api,
-    run_child as run_child,
     run_engine,
     spawn,
 )
@@ -162,11 +159,11 @@ def serve(config: Config) -> int:
 
     with contextlib.closing(
         Renderer()
-    ) as renderer:  # errors are reported before any process is started
+    ) as renderer:  # errors are reported before any process starts
         template = Template(Path(config.tokenizer_dir), renderer=renderer)
         check_decoder(template.tokenizer)
         eos_ids = eos_ids_of(config, template)
-    server = replace(config.recipe.server, parser=parser_of(config))
+    server = replace(config.recipe.server, parser=parser_of(config, template.facts))
     config = replace(config, recipe=replace(config.recipe, server=server), eos_ids=eos_ids)
     sock, limit_s = listen(server.host, server.port), server.shutdown_s + LAST_WORDS_S
     with sock, interruptible() as stopped, engine_processes(config) as (paths, fleet):

@@ -44,19 +44,14 @@ class TokenEntry(Struct, frozen=True):
         )
 
 
-def read_tokenizer(folder: Path, settings: dict[str, Any] | None = None) -> Tokenizer:
-    """Return the tokenizer of a folder. `settings` is its tokenizer_config.json, if already read.
-
-    Raise ConfigError with the path of an invalid file.
-    """
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a folder. Raise ConfigError with the path of an invalid file."""
     path = folder / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises Exception, not a subclass
         raise ConfigError(f"{path}: {error}") from None
-    if settings is None:
-        settings = read_object(folder / SETTINGS)
-    tokens = added_tokens(folder, settings)
+    tokens = added_tokens(folder, read_object(folder / SETTINGS))
     if tokens:
         tokenizer.add_tokens(tokens)
     return tokenizer

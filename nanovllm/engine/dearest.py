@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm.engine.matching import Matcher, TokenTexts
-from nanovllm.plan import Masks
+from nanovllm.engine.matching import Matcher, TokenTexts, tokens_of
 
 MOST_MASKS = 200
 MOST_TOKENS = 48  # most different tokens of an output
@@ -40,7 +39,7 @@ class Search:
     def __init__(self, matcher: Matcher, texts: TokenTexts, vocab_size: int) -> None:
         self._matcher = matcher
         self._mask = np.zeros(-(-vocab_size // 32), np.int32)
-        singles = {texts.spelled[token]: token for token in _tokens_of(texts.singles)}
+        singles = {texts.spelled[token]: token for token in tokens_of(texts.singles).tolist()}
         self._letters = [singles[bytes([b])] for b in LETTERS if bytes([b]) in singles]
         self._output: list[int] = []  # tokens that the matcher has read since the search began
         self._seen: set[bytes] = set()
@@ -114,7 +113,7 @@ class Search:
         """
         words = self._mask.view(np.uint32)
         allowed = [t for t in self._letters if words[t // 32] >> np.uint32(t % 32) & 1]
-        others = _tokens_of(self._mask)
+        others = tokens_of(self._mask).tolist()
         return list(dict.fromkeys([*allowed, *others[len(others) // 2 :][:1], *others[:1]]))
 
     def _go_to(self, output: list[int]) -> bool:
@@ -132,10 +131,3 @@ class Search:
             return False
         self._output.append(token)
         return True
-
-
-def _tokens_of(mask: Masks) -> list[int]:
-    found: list[int] = np.flatnonzero(
-        np.unpackbits(mask.view(np.uint8), bitorder="little")
-    ).tolist()
-    return found

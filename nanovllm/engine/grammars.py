@@ -29,6 +29,7 @@ from nanovllm.engine.matching import (
     Matcher,
     TokenTexts,
     reads_bytes,
+    tokens_of,
     without_limits,
 )
 from nanovllm.engine.trials import MEMORY_BYTES, Attempt, Trials
@@ -272,7 +273,7 @@ def write_some(matcher: Matcher, vocab_size: int, named: Sequence[int]) -> None:
     mask = np.zeros(-(-vocab_size // 32), np.int32)
     for _ in range(TRIED_TOKENS):
         matcher.fill(mask)
-        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        allowed = tokens_of(mask)
         if not allowed.size:
             if matcher.is_completed():  # the table has no end token; requests bring their own
                 return

@@ -128,6 +128,11 @@ def _words(is_in: np.ndarray) -> Masks:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
+def tokens_of(mask: Masks) -> np.ndarray:
+    """Return the ids of the tokens that a mask allows, in order."""
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+
+
 def reads_bytes(tag: str, texts: TokenTexts) -> bool:
     """Return True if the grammar of a structural tag can be followed byte by byte.
 

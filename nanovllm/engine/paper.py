@@ -25,6 +25,7 @@ from nanovllm.config import (
     resolve_context,
     resolve_schedule,
 )
+from nanovllm.engine.matching import tokens_of
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.plan import Int32, Masks, StepPlan, StepResult, mode_key
 from nanovllm.tokenizer import read_tokenizer
@@ -51,7 +52,7 @@ class PaperHandle:
     def sample(self, masks: Masks) -> None:
         """Replace each token that its mask does not allow by the first allowed one."""
         for row, mask in zip(self.masked, masks, strict=True):
-            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            allowed = tokens_of(mask)
             if self.result.tokens[row, 0] not in allowed:
                 self.result.tokens[row, 0] = allowed[0]
 

@@ -146,7 +146,7 @@ def scheduler_of(recipe: Recipe, layout: CacheLayout, place: Place) -> Planner:
         step_tokens=int(schedule.step_tokens),
         mixed_step_tokens=given_or(schedule.mixed_step_tokens, int(schedule.step_tokens)),
         max_model_tokens=int(recipe.server.max_model_tokens),
-        num_drafts=recipe.speculate.tokens if recipe.speculate is not None else 0,
+        num_drafts=recipe.num_drafts,
         max_queue=schedule.max_queue,
         ageing_s=schedule.ageing_s,
         overtake_steps=schedule.overtake_steps,
@@ -170,8 +170,10 @@ def ready_message(recipe: Recipe, served_name: str, vocab_size: int, lanes: int)
 
 
 def accepted(listener: Listener, ready: Ready, worker: int) -> Joined:
+    """Accept an API process. The beat lets it notice an engine that hangs before its next one."""
     connection = listener.accept()
     connection.send(msgspec.structs.replace(ready, worker=worker))
+    connection.send(Beat(0.0, 0.0))
     return Joined(worker, connection)
 
 
@@ -249,7 +251,6 @@ class Engine:
 
     def _join(self, joined: Joined) -> None:
         outbox = self._outboxes[joined.worker] = queue.SimpleQueue()
-        outbox.put(Beat(0.0, 0.0))  # so that a hang before the first regular beat is noticed
         for work in self._read, self._write:
             threading.Thread(target=work, args=(*joined, outbox), daemon=True).start()
 
@@ -291,7 +292,7 @@ class Engine:
     def _receive(self, request: Generate) -> None:
         """Refuse, compile or start a request. One whose grammar compiles counts as waiting."""
         limit = self.scheduler.queue.max_queue
-        if len(self._compiling) + len(self.scheduler.queue.waiting) >= limit:
+        if len(self._compiling) + self.scheduler.queue.num_waiting >= limit:
             reason = f"{limit} requests are already waiting"
             self.loop.refuse(request.request_id, RefusalKind.QUEUE_FULL, reason)
         elif request.grammar:

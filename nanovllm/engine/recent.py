@@ -1,19 +1,19 @@
 """Latest steps of an engine, for /debug/steps: a ring of fixed size.
 
-The loop's thread only stores references to values at hand. The thread that answers a request
-computes the rest, so the loop's cost does not depend on observers.
+The loop's thread notes the values at hand. The thread that answers a request computes the rest, so
+the loop's cost does not depend on observers.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 
 from nanovllm.engine.executor import Executor, StepHandle
 from nanovllm.look import MOST_STEPS, Admitted, Step, Steps
-from nanovllm.plan import Admit, StepPlan
+from nanovllm.plan import Admit, Chunk, StepPlan
 from nanovllm.sched.lanes import Planner
 from nanovllm.sched.policy import prompt_budget
 from nanovllm.sched.request import Request
@@ -25,9 +25,15 @@ MOST_WAITING = 256  # requests of the queue in an answer
 
 @dataclass(slots=True)
 class NotedStep:
-    """A step as the loop stores it. The fields from `ended_s` on are set at its completion."""
+    """A step as the loop stores it. The fields from `ended_s` on are set at its completion.
 
-    plan: StepPlan
+    It keeps a few fields of the plan instead of the plan, whose admissions hold whole prompts.
+    """
+
+    number: int
+    drafts: bytes
+    num_masked: int
+    chunks: Sequence[Chunk]
     begun_s: float
     mode: str
     slots: bytes
@@ -74,7 +80,10 @@ class Recent:
         if slots != self._slots:  # else both steps share the bytes
             self._slots = slots
         step = NotedStep(
-            plan=plan,
+            number=plan.step,
+            drafts=plan.drafts,
+            num_masked=len(plan.masked),
+            chunks=plan.chunks,
             begun_s=self._now(),
             mode=self._mode,
             slots=self._slots,
@@ -112,10 +121,10 @@ class Recent:
         step.device_s, step.bubble_s = handle.busy_s, bubble_s
         step.generated = len(output.tokens) // 4
         step.accepted = step.generated - len(output.ids) // 8
-        step.running, step.waiting = len(queue.running), len(queue.waiting)
+        step.running, step.waiting = len(queue.running), queue.num_waiting
         step.free, step.cached = queue.memory.pool.num_free, len(queue.memory.pool.cached)
-        self._ring[step.plan.step % KEPT] = step
-        self._newest = step.plan.step
+        self._ring[step.number % KEPT] = step
+        self._newest = step.number
 
     def since(self, number: int) -> Steps:
         """Return the answer to a Look. Any thread may call it."""
@@ -131,29 +140,28 @@ class Recent:
             steps=[self._step(before, step) for before, step in pairwise(steps) if step],
             slots=queue.decoding.owner.tobytes(),
             queue=[(request.id, self._came_s(request), request.was_started) for request in waiting],
-            waiting=len(queue.waiting),
+            waiting=queue.num_waiting,
             free=pool.num_free,
             cached=len(pool.cached),
         )
 
     def _step(self, before: NotedStep | None, step: NotedStep) -> Step:
         """Return the message of a step. `before` is the entry before it, of any step or none."""
-        plan = step.plan
-        if before is None or before.plan.step != plan.step - 1:
+        if before is None or before.number != step.number - 1:
             before = step  # differences to an unknown step are 0
-        drafted, budget = sum(memoryview(plan.drafts).cast("i")), self._scheduler.step_tokens
+        drafted, budget = sum(memoryview(step.drafts).cast("i")), self._scheduler.step_tokens
         if decoded := len(step.decodes) // 4 + drafted:
             budget = decoded + prompt_budget(budget, step.mixed_step_tokens, decoded)
         return Step(
-            step=plan.step,
+            step=step.number,
             begun_s=step.begun_s,
             mode=step.mode,
             slots=step.slots,
             decodes=step.decodes,
             budget=budget,
             drafted=drafted,
-            masked=len(plan.masked),
-            chunks=[(chunk.slot, chunk.num_tokens) for chunk in plan.chunks],
+            masked=step.num_masked,
+            chunks=[(chunk.slot, chunk.num_tokens) for chunk in step.chunks],
             admitted=step.admitted,
             preempted=step.num_preemptions - before.num_preemptions,
             ended_s=step.ended_s,

@@ -40,14 +40,12 @@ class Checkpoints:
         self.sizes = {"places": count, "kept": 0}
         self.events = {"saved": 0, "restored": 0, "evicted": 0}  # since the start
         self._of: dict[Key, Checkpoint] = {}
-        self._after: dict[
-            Key, set[Checkpoint]
-        ] = {}  # by the key of the page that follows the parent
+        # By the key of the page that follows the parent.
+        self._after: dict[Key, set[Checkpoint]] = {}
         self._by_id: list[Checkpoint | None] = [None] * count
         self._blank = list(range(count))[::-1]
-        self._costs_C = np.full(
-            count, np.inf
-        )  # tokens to compute again; inf where a place has no state
+        # Tokens to compute again; inf where a place has no state.
+        self._costs_C = np.full(count, np.inf)
         self._used_C = np.zeros(count)
         self._now = 0  # clock: incremented by each use and each take()
 

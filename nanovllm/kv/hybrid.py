@@ -175,9 +175,8 @@ class HybridMemory(KVMemory):
         super().commit(request_id, num_computed)
         text = self._texts[request_id]
         if text.place >= 0 and num_computed >= text.num_saved:
-            if (
-                text.keys.last(text.num_saved) in self._page_of
-            ):  # else its pages were invalidated meanwhile
+            # Otherwise its pages were invalidated meanwhile.
+            if text.keys.last(text.num_saved) in self._page_of:
                 self.states.put(text.place, text.keys, text.num_saved)
             else:
                 self.states.give_back(text.place)

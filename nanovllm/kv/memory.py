@@ -60,9 +60,8 @@ class KVMemory:
         self.prefix = prefix
         self.pool = PagePool(num_pages, self._forget)
         self._page_of: dict[Key, int] = {}
-        self._keys_of: dict[
-            int, tuple[Key, ...]
-        ] = {}  # of a full page, and of a prompt's last page
+        # Keys of a full page, and of a prompt's last page.
+        self._keys_of: dict[int, tuple[Key, ...]] = {}
         self._expected: dict[Key, int] = {}  # pages that the plan under construction fills
         self._sources: list[int] = []  # pages that the same plan copies from
         self._holdings: dict[int, Holding] = {}
@@ -299,9 +298,7 @@ class KVMemory:
         self._drop(self._holdings.pop(request_id).pages)
 
     def _drop(self, pages: list[int]) -> None:
-        for page in reversed(
-            pages
-        ):  # the tail first, so that eviction begins at the leaves of a chain
+        for page in reversed(pages):  # the tail first: eviction begins at the leaves of a chain
             self.pool.drop(page, keep=page in self._keys_of)
 
     def _forget(self, page: int) -> None:

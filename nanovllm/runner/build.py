@@ -105,17 +105,11 @@ def load(config: Config, found: Resolved) -> Decoder:
     return model
 
 
-def num_drafts_of(recipe: Recipe) -> int:
-    return recipe.speculate.tokens if recipe.speculate is not None else 0
-
-
 def prep_and_sampler(found: Resolved, max_tokens: int) -> tuple[BatchPrep, Sampler]:
     """Return the slots' BatchPrep and sampler, for requests of up to `max_tokens`."""
     recipe, device = found.recipe, found.device
     num_slots = int(recipe.schedule.slots)
-    slots = Slots(
-        num_slots, max_tokens, found.page_tokens, device, num_drafts=num_drafts_of(recipe)
-    )
+    slots = Slots(num_slots, max_tokens, found.page_tokens, device, num_drafts=recipe.num_drafts)
     sampler = Sampler(
         num_slots=num_slots,
         shard=Shard(found.mesh, found.model_config.vocab_size),
@@ -139,7 +133,7 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
             found.layout,
             num_slots=num_slots,
             num_checkpoints=checkpoints,
-            num_drafts=num_drafts_of(recipe),
+            num_drafts=recipe.num_drafts,
             dtype=found.dtype,
             device=device,
             in_host=recipe.cache.checkpoint_host_gib > 0,

@@ -1,5 +1,6 @@
-"""Number of tokens routed to each expert, counted on the device and read without waiting.
+"""Numbers of tokens routed to each expert, counted on the device.
 
+An engine with work reads the newest counts that have arrived. An idle one waits for exact counts.
 All ranks that compute the same tokens have the same counts; a lane counts its own tokens.
 """
 

@@ -1,4 +1,4 @@
-"""Transfer of sampled tokens to the host. The only place where the host waits for the device."""
+"""Transfer of sampled tokens to the host. `Handle.wait` is the step loop's only wait for them."""
 
 from __future__ import annotations
 

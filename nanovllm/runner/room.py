@@ -175,7 +175,7 @@ def step_bytes(found: Resolved, model: Decoder, *, fuses_gate: bool) -> int:
     mlp = stream + hidden + max(mlp.elements(pending, fuses_gate=fuses_gate) for mlp in mlps)
     columns = longest + 1 - (-longest // found.page_tokens)  # tokens and pages of a slot
     pages = 2 * found.layout.bytes_per_token * found.page_tokens
-    rows = slots * (1 + recipe.speculate.tokens) if recipe.speculate else slots
+    rows = slots * (1 + recipe.num_drafts)
     most = max(num_tokens * max(attention, mlp), rows * len(model.head.weight)) * bytes_each
     return int(4 * (slots + 1) * columns + pages + WORKSPACE + most)
 

@@ -25,9 +25,8 @@ class Decoding:
 
     def __init__(self, num_slots: int, page_tokens: int, num_drafts: int) -> None:
         self.page_tokens = page_tokens
-        self.planned = np.zeros(
-            num_slots, np.int32
-        )  # tokens that the issued plans compute, at most
+        # Tokens that the issued plans compute, at most.
+        self.planned = np.zeros(num_slots, np.int32)
         self.limit = np.zeros(num_slots, np.int32)
         self.room = np.zeros(num_slots, np.int32)  # tokens the held pages can take
         self.tails = Tails(num_slots, page_tokens)

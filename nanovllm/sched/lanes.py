@@ -93,7 +93,7 @@ class Lanes:
         count, self._turn = len(costs), self._turn + 1
         best = min(range(count), key=lambda at: (costs[at], (at - self._turn) % count))
         queue = self.lanes[best].queue
-        queue.max_queue = self.queue.max_queue - len(self.queue.waiting) + len(queue.waiting)
+        queue.max_queue = self.queue.max_queue - self.queue.num_waiting + queue.num_waiting
         self.lanes[best].add(spec, now)
 
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -219,6 +219,10 @@ class Queues:
     @property
     def waiting(self) -> list[Request]:
         return [request for queue in self._queues for request in queue.waiting]
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(queue.num_waiting for queue in self._queues)
 
     @property
     def running(self) -> list[Request]:

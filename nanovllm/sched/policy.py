@@ -44,9 +44,8 @@ class ByUrgency:
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
-        self._keys: list[
-            tuple[float, int]
-        ] = []  # parallel to _requests, so that bisect needs no key function
+        # Parallel to _requests, so that bisect needs no key function.
+        self._keys: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
         return len(self._requests)

@@ -55,6 +55,10 @@ class Queue:
         self._arrivals = 0
         self._free_slots = list(range(num_slots))[::-1]
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
     # -- arrivals ---------------------------------------------------------------------------
 
     def add(self, spec: Generate, now: float) -> None:

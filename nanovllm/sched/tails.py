@@ -23,9 +23,8 @@ class Tails:
         self.page_tokens = page_tokens
         self._tokens_NT = np.zeros((num_slots, page_tokens), np.int32)
         self._counts_N = np.zeros(num_slots, np.int32)
-        self._due_N = np.zeros(
-            num_slots, np.int32
-        )  # the count at which the request must be checked
+        # The count at which the request must be checked.
+        self._due_N = np.zeros(num_slots, np.int32)
         self._stops_KN = np.zeros((STOPS, num_slots), np.int32)
         self._most_stops = 1  # rows of _stops_KN in use
 

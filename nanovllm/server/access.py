@@ -30,11 +30,10 @@ from nanovllm.hosts import (
     without_slash,
 )
 from nanovllm.server.asgi import Scope, header
-from nanovllm.server.errors import ApiError
+from nanovllm.server.errors import MAX_VALUE_CHARS, ApiError, shortened
 
 API = ("/v1/", "/health", "/ready", "/version")  # paths that an allowed origin of `*` opens
 HOSTS, ORIGINS = "server.allowed_hosts", "server.allowed_origins"
-SHOWN_CHARS = 100
 
 
 class Access:
@@ -110,5 +109,4 @@ def _own_origin(scope: Scope, origin: str) -> str | None:
 
 def _shown(text: str) -> str:
     """Return a client's text in quotes, shortened and without control characters."""
-    shown = ascii(text)
-    return shown if len(shown) <= SHOWN_CHARS else f"{shown[: SHOWN_CHARS - 3]}..."
+    return shortened(ascii(text), MAX_VALUE_CHARS)

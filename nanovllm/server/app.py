@@ -1,7 +1,7 @@
 """ASGI application: routes, authorisation and error responses.
 
-Decision: raw ASGI. A framework would route four paths and repeat msgspec's validation, at 2 to 4 us
-per token on the streaming path.
+Decision: raw ASGI. A framework would route a few paths and repeat msgspec's validation, at 2 to 4
+us per token on the streaming path.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PROBES = ("/health", "/ready")  # monitoring systems have no key
 READING = ("GET", "HEAD")
 QUIET_S = 10.0  # seconds without events after which a stream gets a comment
 MAX_LARGE_BODIES = 4  # number of bodies of the maximum size that fit at once
-OUTSIDE = (401, 403, 404, 405, 415)  # statuses of requests that match no route
+OUTSIDE = (401, 403, 404, 405, 415)  # statuses whose log lines are limited in rate
 
 
 class App:

@@ -3,8 +3,8 @@
 Metrics, steps and the page itself are open to the server's own origin, to pages of this machine and
 to origins allowed by name. An allowed origin of `*` opens the API only.
 
-Before a request that needs a script to be sent, the browser sends OPTIONS. It gives a page the
-answer only if the answer names the page's origin, or `*`.
+Before a request that a form could not send, such as one with JSON, the browser sends OPTIONS. The
+page may read an answer only if its headers name the page's origin, or `*`.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -21,6 +22,8 @@ from nanovllm.server.protocol import ChatMessage, ChatRequest
 from nanovllm.server.renderer import Renderer
 from nanovllm.server.template import Template
 from nanovllm.tokenizer import special_ids
+
+T = TypeVar("T", bound=Struct)
 
 QUESTION, ANSWER = "nanovllm-question", "nanovllm-answer"  # markers to find in the rendered text
 
@@ -41,11 +44,11 @@ def eos_ids_of(config: Config, template: Template | None = None) -> tuple[int, .
     if template is None:
         with closing(Renderer()) as renderer:
             return eos_ids_of(config, Template(Path(config.tokenizer_dir), renderer=renderer))
-    own = read(Path(config.config_path))
+    own = read(Path(config.config_path), EosFields)
     ids = named(own)
     if config.model_dir is not None:
         path = Path(config.model_dir) / "generation_config.json"
-        ids |= named(read(path)) if path.is_file() else set()
+        ids |= named(read(path, EosFields)) if path.is_file() else set()
     if template.eos_id is not None:
         ids.add(template.eos_id)
     ids |= ids_of_turn_ends(template)
@@ -53,9 +56,10 @@ def eos_ids_of(config: Config, template: Template | None = None) -> tuple[int, .
     return tuple(sorted(token_id for token_id in ids if 0 <= token_id < end))
 
 
-def read(path: Path) -> EosFields:
+def read(path: Path, schema: type[T]) -> T:
+    """Return a JSON file of the checkpoint. Raise ConfigError with the path of an invalid one."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=EosFields)
+        return msgspec.json.decode(path.read_bytes(), type=schema)
     except (*NOT_JSON, OSError) as error:
         raise ConfigError(f"{path}: {error}") from None
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 MAX_MESSAGE_CHARS = 1000  # a request cannot inflate its own refusal
+MAX_VALUE_CHARS = 100  # of a value that a message quotes
 HEADERS = {
     401: [(b"www-authenticate", b"Bearer")],
     413: [(b"connection", b"close")],  # keeps the client from sending the rest of the body
@@ -27,8 +28,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Iterable[tuple[bytes, bytes]] = (),
     ) -> None:
-        if len(message) > MAX_MESSAGE_CHARS:
-            message = message[: MAX_MESSAGE_CHARS - 3] + "..."
+        message = shortened(message, MAX_MESSAGE_CHARS)
         super().__init__(message)
         self.status = status
         self.message = message
@@ -44,9 +44,12 @@ class ApiError(Exception):
 
 def bad_value(param: str, requirement: str, value: object) -> ApiError:
     """Return an error like "temperature must be between 0 and 2, not 3.0"."""
-    shown = repr(value)
-    shown = shown if len(shown) <= 100 else shown[:97] + "..."
+    shown = shortened(repr(value), MAX_VALUE_CHARS)
     return misplaced(param, f"must be {requirement}, not {shown}")
+
+
+def shortened(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
 
 
 def misplaced(param: str, complaint: str) -> ApiError:

@@ -50,10 +50,7 @@ def expects_continue(version: str, headers: list[Header]) -> bool:
 
 
 def host_of_target(target: bytes) -> bytes | None:
-    """Return host and port of an absolute target (`http:
-
-    host:port/path`), None for a plain path.
-    """
+    """Return host and port of an absolute target, as in http://host:80/path; None for a path."""
     if target.startswith((b"/", b"*")):
         return None
     url = httptools.parse_url(target)

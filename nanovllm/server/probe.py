@@ -18,7 +18,7 @@ from nanovllm.server.renderer import Renderer
 from nanovllm.server.template_files import TemplateFiles
 from nanovllm.tokenizer import read_object
 
-MAX_RENDER_S = 5.0
+MAX_RENDER_S = 5.0  # of CPU time
 TOOL, CALLED, TEXT = "probe_tool", "probe_called", "probe_text"
 KEY_OF_PYTHON = "{'probe_key'"  # an object in Python's notation, which is not JSON
 TOOLS = [

@@ -70,7 +70,7 @@ class RefusalLog:
 
 
 def address(client: tuple[str, int] | None) -> str:
-    if client is None:  # a Unix socket
+    if client is None:  # the address is unknown
         return "local"
     host, port = client
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

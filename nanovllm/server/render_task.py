@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -21,13 +21,7 @@ class Rendered(Struct, frozen=True):
     """A prompt, or an error."""
 
     text: str
-    error: str = ""  # one of ERRORS
-
-
-ERRORS = (
-    "broken",  # a syntax error in the template
-    "refused",  # the template raised an error
-    "changed",  # the message to be continued is not in the prompt
-    "long",  # the prompt has too many characters
-    "limit",  # the template exceeded time or memory; the process ends
-)
+    # "broken": a syntax error in the template. "refused": the template raised an error. "changed":
+    # the message to be continued is not in the prompt. "long": the prompt has too many characters.
+    # "limit": the template exceeded time or memory, and the process ends.
+    error: Literal["", "broken", "refused", "changed", "long", "limit"] = ""

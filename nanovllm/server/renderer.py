@@ -22,7 +22,7 @@ COMMAND = (
 
 
 class Renderer:
-    """Renderer of one template at a time. The subprocess starts on demand, again after it exited.
+    """Renderer of one prompt at a time. The subprocess starts on demand, again after it exited.
 
     Safe for concurrent use by threads.
     """
@@ -35,7 +35,7 @@ class Renderer:
         """Return the prompt or an error. Block until then."""
         body = msgspec.json.encode(task)
         with self._lock:
-            for is_last in (False, True):
+            for _ in range(2):
                 child = self._child or _Child()
                 self._child = child
                 answer = child.answer(body, task.max_s)
@@ -44,8 +44,6 @@ class Renderer:
                     child.close()
                 if answer is not None:
                     return answer
-                if is_last:
-                    break
         return Rendered("the process that renders it exited", "limit")
 
     def close(self) -> None:

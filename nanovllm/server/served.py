@@ -8,15 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
-import msgspec
 from msgspec import Struct
 
-from nanovllm.config import NOT_JSON, Config, ConfigError
+from nanovllm.config import Config
 from nanovllm.registry import resolve
 from nanovllm.server.detokenize import Vocabulary
-from nanovllm.server.ends import eos_ids_of
+from nanovllm.server.ends import eos_ids_of, read
 from nanovllm.server.errors import ApiError
 from nanovllm.server.parsers import PARSERS, parser_of
 from nanovllm.server.parsers.base import Family, Schemas
@@ -25,8 +23,6 @@ from nanovllm.server.protocol import ChatRequest, parse_request
 from nanovllm.server.ranges import ranges
 from nanovllm.server.template import Template
 from nanovllm.wire import Ready
-
-T = TypeVar("T", bound=Struct)
 
 
 class GenerationConfig(Struct, frozen=True):
@@ -68,7 +64,7 @@ class Served:
         self.defaults = GenerationConfig()
         if config.model_dir is not None:
             path = Path(config.model_dir) / "generation_config.json"
-            self.defaults = _read(path, GenerationConfig) if path.is_file() else self.defaults
+            self.defaults = read(path, GenerationConfig) if path.is_file() else self.defaults
         eos_ids = config.eos_ids
         if eos_ids is None:
             eos_ids = eos_ids_of(config, self.template)
@@ -113,10 +109,3 @@ class Served:
             other_names=self.names[1:],
             paths=self.paths,
         )
-
-
-def _read(path: Path, schema: type[T]) -> T:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=schema)
-    except (*NOT_JSON, OSError) as error:
-        raise ConfigError(f"{path}: {error}") from None

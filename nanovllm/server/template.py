@@ -16,7 +16,7 @@ from msgspec import Struct, structs
 
 from nanovllm.server.errors import ApiError
 from nanovllm.server.length import Lengths
-from nanovllm.server.probe import facts_of
+from nanovllm.server.probe import MAX_RENDER_S, facts_of
 from nanovllm.server.protocol import ChatMessage, ChatRequest, PastCall
 from nanovllm.server.render_task import Task
 from nanovllm.server.renderer import Renderer
@@ -25,7 +25,6 @@ from nanovllm.tokenizer import read_tokenizer
 
 NEWER_ROLES = {"developer": "system", "function": "tool"}  # roles that templates do not handle
 TEMPLATES = Path(__file__).parent / "templates"
-MAX_RENDER_S = 5.0  # of CPU time
 NO_TOOLS = (
     "tools: the model's chat template does not support tools, so the model would not see them; "
     "leave them out, or serve the model with a template that supports tools"
@@ -58,11 +57,11 @@ class Template:
         self._last_turn = last_turn
         self._renderer = renderer or Renderer()
         self._files = template_files(folder)
-        self._facts = facts_of(self._files, self._renderer)
+        self.facts = facts_of(self._files, self._renderer)
         self.tokenizer = read_tokenizer(folder)
         self._lengths = Lengths(self.tokenizer)
         self._tool_source = ""
-        if tool_template and not self._facts.shows_tools:
+        if tool_template and not self.facts.shows_tools:
             self._tool_source = (TEMPLATES / tool_template).read_text(encoding="utf-8")
         self._reasoning_names = ["reasoning_content"]
         for name in REASONING_NAMES:
@@ -97,9 +96,9 @@ class Template:
         if self._tool_source and is_with_tools:
             options["begun"] = self._begun(request)
             source = self._tool_source
-        elif options["tools"] and not self._facts.shows_tools:
+        elif options["tools"] and not self.facts.shows_tools:
             raise ApiError(400, NO_TOOLS, param="tools", code="unsupported_tools")
-        as_text = self._facts.arguments_as_text or source == self._tool_source
+        as_text = self.facts.arguments_as_text or source == self._tool_source
         task = Task(
             source=source,
             options=options,
@@ -161,10 +160,10 @@ class Template:
         The content of calls without text is empty, since templates would print None.
         """
         parts = message.content
-        if isinstance(parts, list) and parts and role in self._facts.reads_parts:
+        if isinstance(parts, list) and parts and role in self.facts.reads_parts:
             return [{"type": "text", "text": part.text or part.refusal or ""} for part in parts]
         text = message.text or ""
-        if text and role in self._facts.needs_parts:
+        if text and role in self.facts.needs_parts:
             return [{"type": "text", "text": text}]
         return text
 

@@ -9,17 +9,8 @@ from typing import Any
 from msgspec import Struct
 
 from nanovllm.config import ConfigError
-from nanovllm.tokenizer import read_object
+from nanovllm.tokenizer import NAMED, SETTINGS, read_object
 
-SPECIAL_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 DEFAULT, TOOL_USE = "default", "tool_use"
 
 
@@ -36,11 +27,11 @@ class TemplateFiles(Struct, frozen=True):
 
 def template_files(folder: Path) -> TemplateFiles:
     """Read the folder. Raise ConfigError if there is no template, or a file is broken."""
-    settings = read_object(folder / "tokenizer_config.json")
+    settings = read_object(folder / SETTINGS)
     older = read_object(folder / "special_tokens_map.json")
     special = {
         name: text
-        for name in SPECIAL_TOKENS
+        for name in NAMED
         if (text := _token_text(settings.get(name, older.get(name)))) is not None
     }
     return TemplateFiles(folder, _sources(folder, settings), special)

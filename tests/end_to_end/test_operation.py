@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from nanovllm import launch
+from nanovllm import children, launch
 from nanovllm.bench import online
 from nanovllm.bench.workload import Workload
 from nanovllm.config import ConfigError, load_config
@@ -281,18 +281,18 @@ def test_a_disk_that_fills_while_an_engine_starts_is_one_line() -> None:
     class Pipe:
         send = said.append
 
-    def target(word: launch.Word, config: object) -> None:
+    def target(word: children.Word, config: object) -> None:
         with open("/dev/full", "w") as file:
             file.write("x" * 100_000)
 
     with pytest.raises(SystemExit) as caught:
-        launch.run_child(target, launch.Word(Pipe()), None)  # type: ignore[arg-type]
+        children.run_child(target, children.Word(Pipe()), None)  # type: ignore[arg-type]
     assert caught.value.code == 2
     (line,) = said
     assert line.startswith("cannot write ") and line.endswith(": No space left on device")
 
 
-def fails(word: launch.Word, config: object, is_ready: bool) -> None:
+def fails(word: children.Word, config: object, is_ready: bool) -> None:
     if is_ready:
         word.ready()
     raise RuntimeError("can't allocate 7 GiB\nwhere it was tried")
@@ -330,7 +330,7 @@ def test_a_child_hears_of_lost_engines_and_leaves_with_its_supervisor(
 
     monkeypatch.setattr(launch.os, "_exit", leave)
     ours, theirs = multiprocessing.Pipe()
-    word, heard = launch.Word(theirs), list[tuple[int, float]]()
+    word, heard = children.Word(theirs), list[tuple[int, float]]()
     word.hear(lambda *lost: heard.append(lost))
     begun = time.monotonic()
     launch.tell([(None, ours)], 1)  # type: ignore[list-item]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 from nanovllm.config import Config, ConfigError
-from nanovllm.server.probe import facts_of
+from nanovllm.server.probe import TemplateFacts, facts_of
 from nanovllm.server.renderer import Renderer
 from nanovllm.server.template_files import template_files
 
@@ -21,15 +22,17 @@ PARSERS = {  # recipe name -> "module:attribute", imported on first use
 }
 
 
-def parser_of(config: Config) -> str:
-    """Return the recipe's parser, or for "auto" the one of the chat template. Raise ConfigError."""
+def parser_of(config: Config, facts: TemplateFacts | None = None) -> str:
+    """Return the recipe's parser, or for "auto" the one of the chat template. Raise ConfigError.
+
+    `facts` are those of the template, if it has been read already.
+    """
     name = config.recipe.server.parser
     if name == "auto":
-        renderer = Renderer()
-        try:
+        if facts is not None:
+            return facts.parser
+        with closing(Renderer()) as renderer:
             return facts_of(template_files(Path(config.tokenizer_dir)), renderer).parser
-        finally:
-            renderer.close()
     if name not in PARSERS:
         raise ConfigError(f"server.parser is {name!r}; it must be auto, {', '.join(PARSERS)}")
     return name

@@ -95,8 +95,9 @@ def _read_bare(
     yield from source.space()
     if (yield from source.comes((form.parameter[0], form.end_call))):
         source.back()
-        read = partial(_read, form, mends=True)
-        yield from read(source, emit, marks, schemas)
+        yield from _read(
+            form=form, source=source, emit=emit, marks=marks, schemas=schemas, mends=True
+        )
 
 
 read_coder = partial(_read, CODER, mends=False)
