@@ -78,6 +78,7 @@ def test_quickly_all_kernels_are_checked_on_all_cores_with_a_bar() -> None:
     assert ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime < 120
 
 
+@in_parent
 @pytest.mark.parametrize(
     ("count", "chosen"), [(0, []), (1, [0]), (2, [0, 1]), (3, [0, 2]), (18, [0, 17])]
 )
