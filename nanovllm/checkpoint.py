@@ -60,7 +60,7 @@ def check_names(names: Collection[str], where: str, base: str | None = None) -> 
     if any(name.endswith(".gguf") for name in names):
         raise ConfigError(f"{where} has GGUF files, {no_gguf(where)}")
     if has_weights:
-        raise ConfigError(f"{where} has no config.json, so it is not a model")
+        raise no_config(where)
     if any(name.endswith(PICKLED) for name in plain):
         raise ConfigError(
             f"{where} has only pickled weights (such as pytorch_model.bin), which can run code "
@@ -69,7 +69,11 @@ def check_names(names: Collection[str], where: str, base: str | None = None) -> 
         )
     if CONFIG in plain:
         raise ConfigError(f"{where} has no *.safetensors; --load-format dummy runs without weights")
-    raise ConfigError(f"{where} has no config.json, so it is not a model")
+    raise no_config(where)
+
+
+def no_config(where: str) -> ConfigError:
+    return ConfigError(f"{where} has no config.json, so it is not a model")
 
 
 def no_gguf(where: str) -> str:
@@ -114,7 +118,7 @@ def check(folder: Path, *, has_weights: bool = True) -> None:
     if has_weights:
         check_names(names, str(folder), base_of(folder))
     elif CONFIG not in names:
-        raise ConfigError(f"{folder} has no config.json, so it is not a model")
+        raise no_config(str(folder))
     for path in read_files(folder):
         check_inside(folder, path)
         if head_of(path, len(LFS)) == LFS and path.stat().st_size <= MOST_LFS_BYTES:

@@ -162,9 +162,9 @@ def failed(model: str, error: Exception, known: Collection[str]) -> ConfigError:
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         near = difflib.get_close_matches(model, known, 1)
-        meant = f"did you mean {near[0]}? " if near and near[0] != model else ""
+        meant = f"did you mean {near[0]}? Check" if near and near[0] != model else "check"
         return ConfigError(
-            f"the Hub has no model {model}: {meant}Check its spelling at {constants.ENDPOINT}; "
+            f"the Hub has no model {model}: {meant} its spelling at {constants.ENDPOINT}; "
             "a private one needs HF_TOKEN"
         )
     if isinstance(error, errors.OfflineModeIsEnabled):

@@ -93,8 +93,8 @@ def comments(name: str, text: str) -> Iterator[Piece]:
 
 
 def paragraphs(name: str, text: str) -> Iterator[Piece]:
-    """Code blocks and generated tables are not prose."""
-    prose = re.sub(r"```.*?```|<!-- generated.*?<!-- end -->", blanked, text, flags=re.DOTALL)
+    """Code blocks are not prose."""
+    prose = re.sub(r"```.*?```", blanked, text, flags=re.DOTALL)
     prose = re.sub(r"^(    |\t).*$", "", prose, flags=re.MULTILINE)
     at = 0
     for paragraph in re.split(r"(\n\s*\n)", prose):

@@ -211,7 +211,7 @@ TP_LIST = option(
 def profile_kv(path: Path | None, plot: Path | None, **given: Any) -> None:  # noqa: ANN401
     """Compute if a model fits, the requests that its cache holds, and its best speed.
 
-    No GPU is needed, and no weights are read. If the GPU is here, memory is measured as well. Exit
+    No GPU is needed, and no model is loaded. If the GPU is here, memory is measured as well. Exit
     code 1: it does not fit; the nearest plan that does is shown.
     """
     from nanovllm.bench import kv

@@ -8,7 +8,6 @@ family's Config declares.
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from nanovllm.config import NOT_JSON, Config, ConfigError
 from nanovllm.models import MODELS
 from nanovllm.models.altered import altered
 from nanovllm.models.decoder import Decoder, DecoderConfig
-from nanovllm.models.support import check_config
+from nanovllm.models.support import check_config, check_only
 from nanovllm.models.tied import has_own_head
 from nanovllm.registry import resolve
 
@@ -49,10 +48,7 @@ def read_model_config(config: Config) -> tuple[type[Decoder], DecoderConfig]:
         raw = check_config(path, config.recipe.model)
         spelling = msgspec.convert(raw, Spelling)
         family: type[Decoder] = resolve(MODELS, spelling.architectures[0])
-        for field, only in family.Config.ONLY.items():
-            if raw.get(field, only) != only:
-                shown, allowed = map(json.dumps, (raw[field], only))
-                raise ConfigError(f"{path}: {field} is {shown}; only {allowed} is supported")
+        check_only(raw, family.Config.ONLY, path)
         raw["rope_parameters"] = rope = rope_parameters(spelling, path)
         lengthen(raw, rope)
         own = untied(msgspec.convert(raw, family.Config), config)

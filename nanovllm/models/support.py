@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,7 @@ def check_config(path: Path, name: str = "") -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from None
     check_architecture(raw, path)
     check_quantization(raw, path, name)
-    for field, only in ONLY.items():
-        if raw.get(field, only) != only:
-            shown, allowed = map(json.dumps, (raw[field], only))
-            raise ConfigError(f"{path}: {field} is {shown}; only {allowed} is supported")
+    check_only(raw, ONLY, path)
     check_rope(raw, path)
     return raw
 
@@ -201,3 +199,11 @@ def check_rope(raw: dict[str, Any], path: Path) -> None:
     if kind not in ROPE_TYPES:
         known = ", ".join(ROPE_TYPES)
         raise ConfigError(f"{path}: rope_type of {field} is {kind}; supported are {known}")
+
+
+def check_only(raw: dict[str, Any], only: Mapping[str, object], path: Path) -> None:
+    """Raise ConfigError if a field of config.json differs from the only supported value."""
+    for field, value in only.items():
+        if raw.get(field, value) != value:
+            shown, allowed = json.dumps(raw[field]), json.dumps(value)
+            raise ConfigError(f"{path}: {field} is {shown}; only {allowed} is supported")
