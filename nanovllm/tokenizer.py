@@ -3,19 +3,23 @@
 transformers is the reference. Tokens in `added_tokens_decoder` or in settings (eos_token,
 pad_token, ...) become added tokens even if tokenizer.json lacks them. The ids in
 `added_tokens_decoder` only order the tokens: a new token gets the next free id.
+
+The library is imported on first use: commands check a folder before they load it.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
-from tokenizers import AddedToken, Tokenizer
 
 from nanovllm.config import NOT_JSON, ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
 
 SETTINGS = "tokenizer_config.json"
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -33,6 +37,8 @@ class TokenEntry(Struct, frozen=True):
     special: bool = False
 
     def token(self, *, is_named: bool) -> AddedToken:
+        from tokenizers import AddedToken
+
         normalized = not self.special if self.normalized is None else self.normalized
         return AddedToken(
             self.content,
@@ -46,6 +52,8 @@ class TokenEntry(Struct, frozen=True):
 
 def read_tokenizer(folder: Path) -> Tokenizer:
     """Return the tokenizer of a folder. Raise ConfigError with the path of an invalid file."""
+    from tokenizers import Tokenizer
+
     path = folder / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))

@@ -139,8 +139,8 @@ def online(options: argparse.Namespace, flags: list[str], folder: Path) -> list[
         line = [*NANOVLLM, "bench", *described, "--url", url, "--processes", "6"]
         try:
             with serving(command, url):
-                for load in loads(options.streams):
-                    records += bench([*line, *flags, *load], options.results_dir)
+                for load in loads(options.streams, flags):
+                    records += bench([*line, *load], options.results_dir)
         except (NotStarted, subprocess.CalledProcessError) as error:
             if command[0] != os.environ["VLLM_PYTHON"]:
                 raise
@@ -289,15 +289,16 @@ def serving(command: Sequence[str], url: str) -> Iterator[None]:
             time.sleep(FREED_S)
 
 
-def loads(streams: str) -> Iterator[list[str]]:
+def loads(streams: str, flags: list[str]) -> Iterator[list[str]]:
+    """Yield the arguments of each load. Given `flags` replace those of every load but prefill."""
     for name in streams.split(","):
         if name == "mixed":
-            yield MIXED
+            yield [*MIXED, *flags]
         elif name == "prefill":
-            yield PREFILL
+            yield [*flags, *PREFILL]
         else:
             num = max(6, min(4 * int(name), MOST_PROMPTS))
-            yield ["--concurrency", name, "--num-prompts", str(num), "--seed", name]
+            yield ["--concurrency", name, "--num-prompts", str(num), "--seed", name, *flags]
 
 
 def bench(line: Sequence[str], results_dir: Path) -> list[Record]:
