@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+from msgspec.structs import replace
 
 from nanovllm.wire import Sampling
 
@@ -92,6 +93,61 @@ class StepPlan(Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
+class LanesPlan:
+    """One step of all lanes (see sched/lanes.py): the plan of each.
+
+    A lane without work has step 0 and only padding. `num_decoded` and `num_prompt` are maxima over
+    lanes. The other properties are a merged view without padding, made when they are read. In it,
+    slots are numbered through all lanes, and rows are those of the first lane, then the second, ...
+    """
+
+    step: int
+    lanes: tuple[StepPlan, ...]
+    rows: tuple[bytes, ...]  # the lanes' decode rows, also where StepPlan.decodes is None
+    num_slots: int  # of each lane. The slot with this index is for padding.
+
+    @property
+    def num_decoded(self) -> int:
+        return max(plan.num_decoded for plan in self.lanes)
+
+    @property
+    def num_prompt(self) -> int:
+        return max(plan.num_prompt for plan in self.lanes)
+
+    @property
+    def num_decodes(self) -> int:
+        return sum(plan.num_decodes for plan in self.lanes if plan.step)
+
+    @property
+    def masked(self) -> list[int]:
+        return [row for plan in self.lanes for row in plan.masked]
+
+    @property
+    def drafts(self) -> bytes:
+        return b"".join(plan.drafts for plan in self.lanes if plan.step)
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return [
+            replace(chunk, slot=at * self.num_slots + chunk.slot)
+            for at, plan in enumerate(self.lanes)
+            for chunk in plan.chunks
+            if chunk.slot < self.num_slots
+        ]
+
+    @property
+    def decodes(self) -> bytes | None:
+        if all(plan.decodes is None for plan in self.lanes):
+            return None
+        slots = [
+            at * self.num_slots + np.frombuffer(rows, np.int32)
+            for at, (plan, rows) in enumerate(zip(self.lanes, self.rows, strict=True))
+            if plan.step and plan.num_decodes
+        ]
+        return np.concatenate([np.zeros(0, np.int32), *slots]).astype(np.int32).tobytes()
+
+
+@dataclass(frozen=True, slots=True)
 class RowLogprobs:
     """Log-probabilities of one sampled token and of its `n` best alternatives."""
 
@@ -119,7 +175,14 @@ class StepResult:
     drafts: Int32 | None = None
 
 
-def mode_key(mode: str, plan: StepPlan) -> str:
+@dataclass(frozen=True, slots=True)
+class LanesResult(StepResult):
+    """Results of one step, by lane."""
+
+    lanes: tuple[StepResult, ...] = ()
+
+
+def mode_key(mode: str, plan: StepPlan | LanesPlan) -> str:
     """Return the key that counts a step: CUDA-graph mode and kind of rows, as in "FULL/decode"."""
     if plan.masked:
         return f"{mode}/structured"

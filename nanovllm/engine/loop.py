@@ -1,4 +1,22 @@
-"""The step loop: plan a step, launch it on the device, publish the results of an earlier step."""
+"""The step loop: plan a step, launch it on the device, publish the results of an earlier step.
+
+Theory of operation, one step() with depth = 1:
+
+    1. scheduler.plan()       step N+1, while the device runs step N
+    2. executor.launch()      enqueue step N+1 after step N
+    3. recent.planned()       note the plan for /debug/steps
+    4. handle.wait()          the only wait: until the tokens of step N are on the host
+    5. scheduler.complete()   append tokens, finish requests
+    6. recent.completed()     note times and counts
+    7. masker.advance()       advance grammars; end the requests whose grammar failed
+    8. publish()              send each API process its tokens
+
+    host     | plan N+1, launch | wait N  | complete N, publish | plan N+2, launch | wait N+1 ...
+    device   | step N                     | step N+1                               | step N+2 ...
+
+A step with masked rows has 4 to 8 of step N between 3 and its own sampling, since masks depend on
+all earlier tokens. Without a plan, all steps in flight are completed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +35,7 @@ from nanovllm.engine.pace import PaceKeeper
 from nanovllm.engine.progress import StepProgress
 from nanovllm.engine.recent import Recent
 from nanovllm.plan import Masks
-from nanovllm.sched.lanes import Planner
+from nanovllm.sched.planner import Planner
 from nanovllm.wire import Abort, FinishReason, Generate, Refusal, RefusalKind, StepOutput, ToEngine
 
 log = logging.getLogger("engine")
@@ -61,6 +79,7 @@ class EngineLoop:
     computes logits.
 
     `pace` adjusts scheduler.mixed_step_tokens before each plan; with None it is constant.
+    `max_queue` limits the waiting requests, see has_room_for().
     """
 
     def __init__(
@@ -71,6 +90,7 @@ class EngineLoop:
         masker: Masker,
         depth: int = 1,
         pace: PaceKeeper | None = None,
+        max_queue: int = 1 << 30,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
@@ -79,6 +99,7 @@ class EngineLoop:
         self.masker = masker
         self.depth = depth
         self.pace = pace
+        self.max_queue = max_queue
         self.now = now  # seconds; arrival times order the queue
         self.clock = StepClock()  # host time per part of a step
         self.progress = StepProgress()
@@ -102,6 +123,17 @@ class EngineLoop:
                     self.fail(message.request_id)
             case Abort(request_id):
                 self.scheduler.abort(request_id)
+
+    def has_room_for(self, request: Generate, num_compiling: int = 0) -> bool:
+        """Return True if the queue has room for a new request; otherwise refuse the request.
+
+        `num_compiling` requests wait for their grammar. They count as waiting.
+        """
+        if self.scheduler.snapshot().num_waiting + num_compiling < self.max_queue:
+            return True
+        reason = f"{self.max_queue} requests are already waiting"
+        self.refuse(request.request_id, RefusalKind.QUEUE_FULL, reason)
+        return False
 
     def fail(self, request_id: int) -> None:
         """Refuse a request because of the exception being handled."""

@@ -33,7 +33,8 @@ from nanovllm.kv.layout import CacheLayout
 from nanovllm.log import fields
 from nanovllm.look import Look
 from nanovllm.parallel.places import Place
-from nanovllm.sched.lanes import Planner, planner_of
+from nanovllm.sched.lanes import planner_of
+from nanovllm.sched.planner import Planner
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import (
     WORKER_BITS,
@@ -42,7 +43,6 @@ from nanovllm.wire import (
     FromEngine,
     Generate,
     Ready,
-    RefusalKind,
     Stats,
     StepOutput,
     ToEngine,
@@ -125,6 +125,7 @@ def main(
         connections=connections,
         depth=schedule.depth,
         pace=pace_of(schedule, recipe.device),
+        max_queue=schedule.max_queue,
         stays=supervisor is not None,
     )
     if supervisor is not None:
@@ -147,7 +148,6 @@ def scheduler_of(recipe: Recipe, layout: CacheLayout, place: Place) -> Planner:
         mixed_step_tokens=given_or(schedule.mixed_step_tokens, int(schedule.step_tokens)),
         max_model_tokens=int(recipe.server.max_model_tokens),
         num_drafts=recipe.num_drafts,
-        max_queue=schedule.max_queue,
         ageing_s=schedule.ageing_s,
         overtake_steps=schedule.overtake_steps,
     )
@@ -209,6 +209,7 @@ class Engine:
         connections: list[BlockingConnection],
         depth: int,
         pace: PaceKeeper | None,
+        max_queue: int = 1 << 30,
         stays: bool = False,
     ) -> None:
         """`connections` are workers 0, 1, ...; with `stays` others may join until `leave`."""
@@ -222,6 +223,7 @@ class Engine:
             masker=grammars,
             depth=depth,
             pace=pace,
+            max_queue=max_queue,
         )
         self._compiling: set[int] = set()  # ids of requests waiting for their grammar
         self._inbox = queue.SimpleQueue[ToEngine | Waited | Joined | Left | None]()
@@ -257,7 +259,7 @@ class Engine:
     def _drop(self, worker: int) -> None:
         """Remove an API process that has disconnected, and abort its requests."""
         self._outboxes.pop(worker).put(None)
-        for request_id in (*self._compiling, *self.scheduler.queue.by_id):
+        for request_id in (*self._compiling, *self.scheduler.request_ids()):
             if request_id >> WORKER_BITS == worker:
                 self._take(Abort(request_id))
 
@@ -291,11 +293,9 @@ class Engine:
 
     def _receive(self, request: Generate) -> None:
         """Refuse, compile or start a request. One whose grammar compiles counts as waiting."""
-        limit = self.scheduler.queue.max_queue
-        if len(self._compiling) + self.scheduler.queue.num_waiting >= limit:
-            reason = f"{limit} requests are already waiting"
-            self.loop.refuse(request.request_id, RefusalKind.QUEUE_FULL, reason)
-        elif request.grammar:
+        if not self.loop.has_room_for(request, len(self._compiling)):
+            return
+        if request.grammar:
             self._compiling.add(request.request_id)
             self.grammars.queue.ask(
                 request.request_id,

@@ -31,9 +31,8 @@ from nanovllm.parallel.gloo import GlooMesh
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.parallel.nccl import NcclMesh
 from nanovllm.parallel.places import Place, num_ranks
-from nanovllm.plan import Int32, Masks, StepPlan, StepResult, mode_key
+from nanovllm.plan import Int32, LanesPlan, LanesResult, Masks, StepPlan, StepResult, mode_key
 from nanovllm.runner.build import build as build_runner
-from nanovllm.sched.lanes import LanesPlan, LanesResult
 from nanovllm.wire import Generate
 
 log = logging.getLogger("engine")
@@ -100,7 +99,7 @@ class RankedExecutor:
         self._loads = [one.experts or old for one, old in zip(said, self._loads, strict=True)]
         return [one.result for one in said]
 
-    def launch(self, plan: StepPlan) -> StepHandle:
+    def launch(self, plan: StepPlan | LanesPlan) -> StepHandle:
         lanes = plan.lanes if isinstance(plan, LanesPlan) else (plan, plan)
         self.place.send(encode(PlanMessage(lanes[1:])))
         known = self.own.steps_by_mode.copy()

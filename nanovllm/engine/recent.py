@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from itertools import pairwise
 
 from nanovllm.engine.executor import Executor, StepHandle
 from nanovllm.look import MOST_STEPS, Admitted, Step, Steps
-from nanovllm.plan import Admit, Chunk, StepPlan
-from nanovllm.sched.lanes import Planner
+from nanovllm.plan import Chunk, LanesPlan, StepPlan
+from nanovllm.sched.planner import Planner
 from nanovllm.sched.policy import prompt_budget
-from nanovllm.sched.request import Request
 from nanovllm.wire import StepOutput
 
 KEPT = 4096  # steps
@@ -58,8 +57,7 @@ class Recent:
     """Ring of noted steps, and their conversion to messages."""
 
     def __init__(self, scheduler: Planner, executor: Executor, now: Callable[[], float]) -> None:
-        self._scheduler, self._queue = scheduler, scheduler.queue
-        self._executor, self._now = executor, now
+        self._scheduler, self._executor, self._now = scheduler, executor, now
         self._ring: list[NotedStep | None] = [None] * KEPT
         self._in_flight: deque[NotedStep] = deque()
         self._finished: list[tuple[int, str]] = []
@@ -68,17 +66,16 @@ class Recent:
         self._decodes = self._slots = b""
         self._newest = 0
 
-    def planned(self, plan: StepPlan) -> None:
+    def planned(self, plan: StepPlan | LanesPlan) -> None:
         """Note a plan that was launched."""
-        queue, counts = self._queue, self._executor.steps_by_mode
+        snapshot, counts = self._scheduler.snapshot(), self._executor.steps_by_mode
         if counts.get(self._mode) == self._modes.get(self._mode):  # else the mode is unchanged
             self._mode = next((m for m in counts if counts[m] != self._modes.get(m)), "")
         self._modes[self._mode] = counts[self._mode]
-        if plan.decodes is not None:
-            self._decodes = plan.decodes
-        slots = queue.decoding.owner.tobytes()
-        if slots != self._slots:  # else both steps share the bytes
-            self._slots = slots
+        if (decodes := plan.decodes) is not None:
+            self._decodes = decodes
+        if snapshot.slots != self._slots:  # else both steps share the bytes
+            self._slots = snapshot.slots
         step = NotedStep(
             number=plan.step,
             drafts=plan.drafts,
@@ -89,21 +86,10 @@ class Recent:
             slots=self._slots,
             decodes=self._decodes,
             mixed_step_tokens=self._scheduler.mixed_step_tokens,
-            num_preemptions=queue.num_preemptions,
-            admitted=[self._admitted(admit) for admit in plan.admits],
+            num_preemptions=snapshot.num_preemptions,
+            admitted=self._scheduler.admitted(plan),
         )
         self._in_flight.append(step)
-
-    def _admitted(self, admit: Admit) -> Admitted:
-        request = self._queue.by_id[int(self._queue.decoding.owner[admit.slot])]
-        return Admitted(
-            slot=admit.slot,
-            request=request.id,
-            prompt=request.num_prompt,
-            tokens=request.prefill_until,
-            cached=admit.num_cached,
-            came_s=self._came_s(request),
-        )
 
     def note_finished(self, output: StepOutput) -> None:
         """Note the finished requests of an output."""
@@ -114,35 +100,34 @@ class Recent:
         self, handle: StepHandle, bubble_s: float, output: StepOutput, host_s: float
     ) -> None:
         """Note the end of the oldest step in flight. `host_s`: the host's time since the start."""
-        step, queue = self._in_flight.popleft(), self._queue
+        step, snapshot = self._in_flight.popleft(), self._scheduler.snapshot()
         self.note_finished(output)
         step.finished, self._finished = self._finished, []
         step.ended_s, step.host_s = self._now(), host_s
         step.device_s, step.bubble_s = handle.busy_s, bubble_s
         step.generated = len(output.tokens) // 4
         step.accepted = step.generated - len(output.ids) // 8
-        step.running, step.waiting = len(queue.running), queue.num_waiting
-        step.free, step.cached = queue.memory.pool.num_free, len(queue.memory.pool.cached)
+        step.running, step.waiting = snapshot.num_running, snapshot.num_waiting
+        step.free, step.cached = snapshot.free, snapshot.cached
         self._ring[step.number % KEPT] = step
         self._newest = step.number
 
     def since(self, number: int) -> Steps:
         """Return the answer to a Look. Any thread may call it."""
-        newest, queue, pool = self._newest, self._queue, self._queue.memory.pool
+        newest, snapshot = self._newest, self._scheduler.snapshot(MOST_WAITING)
         oldest = max(min(1, newest), newest - KEPT + 1)
         first = max(number + 1, newest - MOST_STEPS + 1, oldest)
         steps = [self._ring[at % KEPT] for at in range(first - 1, newest + 1)]
-        waiting = islice(queue.waiting, MOST_WAITING)
         return Steps(
             now_s=self._now(),
             oldest=oldest,
             newest=newest,
             steps=[self._step(before, step) for before, step in pairwise(steps) if step],
-            slots=queue.decoding.owner.tobytes(),
-            queue=[(request.id, self._came_s(request), request.was_started) for request in waiting],
-            waiting=queue.num_waiting,
-            free=pool.num_free,
-            cached=len(pool.cached),
+            slots=snapshot.slots,
+            queue=snapshot.queue,
+            waiting=snapshot.num_waiting,
+            free=snapshot.free,
+            cached=snapshot.cached,
         )
 
     def _step(self, before: NotedStep | None, step: NotedStep) -> Step:
@@ -176,6 +161,3 @@ class Recent:
             free=step.free,
             cached=step.cached,
         )
-
-    def _came_s(self, request: Request) -> float:
-        return request.urgency[0] - request.spec.priority * self._queue.ageing_s

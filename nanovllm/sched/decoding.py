@@ -1,23 +1,54 @@
-"""Planned progress of all requests in slots, and the decode rows among them.
+"""Planned progress of all requests in slots, their latest tokens, and the decode rows among them.
 
 Decision: values that change every step are numpy columns, one element per slot, and decode rows
 are planned and completed as arrays. A request that leaves is only marked; rows are rebuilt once,
 at the next access. A steady decode thus costs a few array operations a step for any number of
 rows. A step in which all rows end costs little more.
+
+Decision: most rows of a step get one token and need nothing else. In columns, that is a few array
+operations for any number of rows. Tokens move to a request's own list only at the end of a page, at
+a stop token, at the limit, or when the request leaves its slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from nanovllm.plan import Int32
 from nanovllm.sched.drafting import Drafting
-from nanovllm.sched.request import Request
-from nanovllm.sched.rows import Flight, Rows, rows_of
-from nanovllm.sched.tails import Tails
+from nanovllm.sched.request import Request, State
+
+STOPS = 4  # stop ids that are compared as columns; requests with more are checked every step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Requests, with their slots and ids as arrays."""
+
+    requests: list[Request]
+    slots: npt.NDArray[np.int64]  # indexing by int64 is four times as fast as by int32
+    ids: npt.NDArray[np.int64]
+    masked: list[int]  # indices of the requests with a grammar
+
+
+def rows_of(requests: list[Request]) -> Rows:
+    count = len(requests)
+    slots = np.fromiter((r.slot for r in requests), np.int64, count)
+    ids = np.fromiter((r.spec.request_id for r in requests), np.int64, count)
+    masked = [i for i, r in enumerate(requests) if r.spec.grammar]
+    return Rows(requests, slots, ids, masked)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """Sampling rows of an issued step, in the order of its result."""
+
+    rows: Rows  # the decode rows, then the requests whose prompt ends in this step
+    drafts: Int32 | None  # number of drafts of each row; None if no row has drafts
 
 
 class Decoding:
@@ -29,20 +60,26 @@ class Decoding:
         self.planned = np.zeros(num_slots, np.int32)
         self.limit = np.zeros(num_slots, np.int32)
         self.room = np.zeros(num_slots, np.int32)  # tokens the held pages can take
-        self.tails = Tails(num_slots, page_tokens)
         self.drafting = Drafting(num_slots, num_drafts)
         self.owner = np.full(num_slots, -1, np.int64)  # request ids
-        self._rows = rows_of([])  # may still contain requests in _left
-        self._left: set[Request] = set()
+        # Tokens of each slot that follow its request's own list, up to the end of a page.
+        self._tails_NT = np.zeros((num_slots, page_tokens), np.int32)
+        self._counts_N = np.zeros(num_slots, np.int32)
+        self._due_N = np.zeros(num_slots, np.int32)  # count at which the request must be checked
+        self._stops_KN = np.zeros((STOPS, num_slots), np.int32)
+        self._most_stops = 1  # rows of _stops_KN in use
+        self._rows = rows_of([])
+        self._has_left = False  # True if _rows may still contain requests without a slot
         self._issued = self._rows  # the rows of the latest issued plan
         self._flights: dict[int, Flight] = {}
 
     @property
     def rows(self) -> Rows:
         """Rows of all requests in slots whose prompt has been planned to the end."""
-        if self._left:
-            self._rows = rows_of([r for r in self._rows.requests if r not in self._left])
-            self._left.clear()
+        if self._has_left:
+            going = [r for r in self._rows.requests if r.state is State.DECODING]
+            self._rows = rows_of(going)
+            self._has_left = False
         return self._rows
 
     def begin(self, request: Request, num_pages: int) -> None:
@@ -52,7 +89,11 @@ class Decoding:
         self.planned[slot] = request.num_cached
         self.limit[slot] = request.limit
         self.room[slot] = num_pages * self.page_tokens
-        self.tails.begin(request)
+        stops = list(request.stop_ids)
+        self._stops_KN[:, slot] = -1
+        self._stops_KN[: len(stops), slot] = stops[:STOPS]
+        self._most_stops = max(self._most_stops, min(len(stops), STOPS))
+        self._empty_tail(request)
         if self.drafting.most:
             self.drafting.begin(slot)
 
@@ -62,26 +103,48 @@ class Decoding:
         self.room[request.slot] += num_pages * self.page_tokens
         return at
 
-    def prefills(self, request: Request) -> bool:
-        return bool(self.planned[request.slot] < request.prefill_until)
-
     def leave(self, request: Request) -> None:
         """Free a request's slot while issued plans may still write to its pages.
 
         From now on `request.num_in_flight` counts its pending results, and `request.written` and
         `request.drafted` are the positions that they may still write.
         """
-        self.tails.flush(request)
+        self.flush(request)
         num_known, planned = len(request.tokens), int(self.planned[request.slot])
         reach = int(self.drafting.reach[request.slot])
-        if planned >= request.prefill_until:
-            self._left.add(request)
+        if request.state is State.DECODING:
+            self._has_left = True
             flights = self._flights.values()
             request.num_in_flight = sum(int(request.id in f.rows.ids) for f in flights)
         vouched = num_known - 1 if num_known > request.prefill_until else request.num_cached
         request.written = range(vouched, max(planned, reach))
         request.drafted = range(vouched, reach)
         self.owner[request.slot] = -1
+
+    # -- latest tokens ----------------------------------------------------------------------
+
+    def append(self, slots_R: npt.NDArray[np.int64], tokens_R: Int32) -> list[int]:
+        """Append a token to each row. Return the rows whose requests must be checked."""
+        at_R = self._counts_N[slots_R]
+        self._tails_NT[slots_R, at_R] = tokens_R
+        at_R += 1
+        self._counts_N[slots_R] = at_R
+        is_stop_R = (self._stops_KN[: self._most_stops].take(slots_R, 1) == tokens_R).any(0)
+        rows: list[int] = (is_stop_R | (at_R >= self._due_N[slots_R])).nonzero()[0].tolist()
+        return rows
+
+    def flush(self, request: Request) -> None:
+        """Move a request's tokens from the columns to its own list."""
+        tail = self._tails_NT[request.slot, : self._counts_N[request.slot]]
+        request.tokens.frombytes(tail.tobytes())
+        self._empty_tail(request)
+
+    def _empty_tail(self, request: Request) -> None:
+        num_tokens = len(request.tokens)
+        until_full = self.page_tokens - (num_tokens - 1) % self.page_tokens
+        due = min(until_full, request.limit - num_tokens)
+        self._counts_N[request.slot] = 0
+        self._due_N[request.slot] = due if len(request.stop_ids) <= STOPS else 1
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -117,6 +180,8 @@ class Decoding:
             self._rows = rows if decodes is present else rows_of(present.requests + firsts)
             if drafts_R is not None:
                 drafts_R = np.append(drafts_R, np.zeros(len(firsts), np.int32))
+        for request in firsts:
+            request.state = State.DECODING
         self._flights[step] = Flight(rows, drafts_R)
         return rows, same
 
@@ -132,14 +197,14 @@ class Decoding:
 
     def present(self, rows: Rows) -> npt.NDArray[np.bool_] | None:
         """Return a mask of the requests that are still in their slots, or None if all are."""
-        if rows is self._rows and not self._left:
+        if rows is self._rows and not self._has_left:
             return None
         here: npt.NDArray[np.bool_] = self.owner[rows.slots] == rows.ids
         return here
 
     def check(self, running: Sequence[Request]) -> None:
         decoding = {r.id for r in self.rows.requests}
-        assert decoding == {r.id for r in running if not self.prefills(r)}
+        assert decoding == {r.id for r in running if r.state is State.DECODING}
         assert len(decoding) == len(self.rows.requests), "a request has two rows"
         owners = {r.slot: r.id for r in running}
         assert owners == {i: int(self.owner[i]) for i in np.flatnonzero(self.owner >= 0)}
@@ -147,3 +212,4 @@ class Decoding:
             planned = int(self.planned[request.slot])
             assert planned < request.limit
             assert planned <= self.room[request.slot]
+            assert (planned < request.prefill_until) == (request.state is State.PREFILLING)

@@ -12,11 +12,9 @@ from __future__ import annotations
 import operator
 from array import array
 from bisect import bisect_left
-from collections import ChainMap, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import reduce
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,42 +23,15 @@ from msgspec.structs import asdict, astuple, replace
 from nanovllm.config import Parallel
 from nanovllm.kv.keys import PageKeys
 from nanovllm.kv.memory import KVMemory
-from nanovllm.plan import Chunk, StepPlan, StepResult
-from nanovllm.sched.queue import Queue
-from nanovllm.sched.request import Request
+from nanovllm.look import Admitted
+from nanovllm.plan import Chunk, LanesPlan, LanesResult, StepPlan, StepResult
+from nanovllm.sched.planner import Planner, Snapshot
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import STEP_TOKENS, FinishReason, Generate, Stats, StepOutput
 
 
-class LanesPlan(StepPlan, frozen=True, array_like=True):
-    """One step of all lanes. `lanes` has the plan of each.
-
-    The inherited fields are a merged view for monitoring, with slots numbered through all lanes.
-    `masked` has the rows of the first lane, then those of the second, and so on.
-    """
-
-    lanes: tuple[StepPlan, ...] = ()
-
-    @property
-    def num_decoded(self) -> int:
-        """Maximum over lanes."""
-        return max(plan.num_decoded for plan in self.lanes)
-
-    @property
-    def num_prompt(self) -> int:
-        """Maximum over lanes."""
-        return max(plan.num_prompt for plan in self.lanes)
-
-
-@dataclass(frozen=True, slots=True)
-class LanesResult(StepResult):
-    """Results of one step, by lane."""
-
-    lanes: tuple[StepResult, ...] = ()
-
-
 class Lanes:
-    """Several schedulers with the interface of one.
+    """Several schedulers with the interface of one. Implements planner.Planner.
 
     A request goes to the lane with the least cost: `prefill_weight` times the tokens to compute
     there plus `load_weight` times the lane's requests, as in server/router.py.
@@ -68,7 +39,6 @@ class Lanes:
 
     def __init__(self, lanes: list[Scheduler], parallel: Parallel) -> None:
         self.lanes, self.weights = lanes, (parallel.prefill_weight, parallel.load_weight)
-        self.queue = Queues([lane.queue for lane in lanes])
         self.step_tokens, self.mixed_step_tokens = lanes[0].step_tokens, lanes[0].mixed_step_tokens
         self.padding = len(lanes[0].queue.decoding.owner)  # index of the padding slot
         self._decodes = [b""] * len(lanes)  # rows of each lane's latest plan
@@ -81,6 +51,9 @@ class Lanes:
     def has_work(self) -> bool:
         return any(lane.has_work for lane in self.lanes)
 
+    def request_ids(self) -> list[int]:
+        return [request_id for lane in self.lanes for request_id in lane.request_ids()]
+
     def add(self, spec: Generate, now: float) -> None:
         prompt = array("i")
         prompt.frombytes(spec.prompt)
@@ -92,8 +65,6 @@ class Lanes:
             costs.append(prefill * ahead + load * len(lane.queue.by_id))
         count, self._turn = len(costs), self._turn + 1
         best = min(range(count), key=lambda at: (costs[at], (at - self._turn) % count))
-        queue = self.lanes[best].queue
-        queue.max_queue = self.queue.max_queue - self.queue.num_waiting + queue.num_waiting
         self.lanes[best].add(spec, now)
 
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -109,6 +80,19 @@ class Lanes:
         total |= {"num_steps": self._step, "steps_by_tokens": self._steps_by_tokens.copy()}
         return Stats(**total)
 
+    def snapshot(self, num_queued: int = 0) -> Snapshot:
+        """Return the sum of the lanes' states, with at most `num_queued` waiting requests."""
+        parts = [lane.snapshot(num_queued) for lane in self.lanes]
+        return Snapshot(
+            slots=b"".join(part.slots for part in parts),
+            num_running=sum(part.num_running for part in parts),
+            num_waiting=sum(part.num_waiting for part in parts),
+            num_preemptions=sum(part.num_preemptions for part in parts),
+            free=sum(part.free for part in parts),
+            cached=sum(part.cached for part in parts),
+            queue=[one for part in parts for one in part.queue][:num_queued],
+        )
+
     def plan(self) -> LanesPlan | None:
         decoding = [bool(lane.queue.decoding.rows.requests) for lane in self.lanes]
         beside = min(self.mixed_step_tokens, self.step_tokens)  # if another lane decodes
@@ -116,12 +100,15 @@ class Lanes:
             lane.mixed_step_tokens = self.mixed_step_tokens
             lane.step_tokens = beside if any(decoding) and not decodes else self.step_tokens
         plans = [lane.plan() for lane in self.lanes]
-        if not any(plans):
+        planned = [plan for plan in plans if plan is not None]
+        if not planned:
             return None
-        alike = self._alike(plans)
+        num_tokens = sum(plan.num_decoded + plan.num_prompt for plan in planned)
+        self._steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
         self._step += 1
         self._in_flight.append([plan is not None for plan in plans])
-        return self._together(plans, alike)
+        alike = tuple(self._alike(plans))
+        return LanesPlan(self._step, alike, tuple(self._decodes), self.padding)
 
     def _alike(self, plans: list[StepPlan | None]) -> list[StepPlan]:
         """Return a plan for every lane, all with chunks or none, all with drafts or none."""
@@ -154,32 +141,19 @@ class Lanes:
         most = max(plan.num_decoded + plan.num_prompt for plan in found)
         return [replace(plan, lane_tokens=most) for plan in found]
 
-    def _together(self, plans: list[StepPlan | None], alike: list[StepPlan]) -> LanesPlan:
-        found = [(at * self.padding, plan) for at, plan in enumerate(plans) if plan is not None]
-        num_tokens = sum(plan.num_decoded + plan.num_prompt for _, plan in found)
-        self._steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
-        decodes = None
-        if any(plan.decodes is not None for plan in alike):
-            slots = [first + np.frombuffer(self._decodes[first // self.padding], np.int32)
-                     for first, plan in found if plan.num_decodes]  # fmt: skip
-            decodes = np.concatenate([np.zeros(0, np.int32), *slots]).astype(np.int32).tobytes()
-        return LanesPlan(
-            step=self._step,
-            admits=[replace(a, slot=first + a.slot) for first, plan in found for a in plan.admits],
-            grants=[],
-            num_decodes=sum(plan.num_decodes for _, plan in found),
-            decodes=decodes,
-            chunks=[replace(c, slot=first + c.slot) for first, plan in found for c in plan.chunks],
-            max_length=max(plan.max_length for _, plan in found),
-            masked=[row for _, plan in found for row in plan.masked],
-            drafts=b"".join(alike[first // self.padding].drafts for first, _ in found),
-            lanes=tuple(alike),
-        )
-
-    def masked_rows(self, plan: StepPlan) -> list[tuple[int, list[int]]]:
+    def masked_rows(self, plan: StepPlan | LanesPlan) -> list[tuple[int, list[int]]]:
         assert isinstance(plan, LanesPlan)
         each = zip(self.lanes, plan.lanes, strict=True)
         return [row for lane, own in each if own.masked for row in lane.masked_rows(own)]
+
+    def admitted(self, plan: StepPlan | LanesPlan) -> list[Admitted]:
+        assert isinstance(plan, LanesPlan)
+        each = enumerate(zip(self.lanes, plan.lanes, strict=True))
+        return [
+            replace(one, slot=at * self.padding + one.slot)
+            for at, (lane, own) in each
+            for one in lane.admitted(own)
+        ]
 
     def complete(self, result: StepResult) -> StepOutput:
         assert isinstance(result, LanesResult)
@@ -191,9 +165,6 @@ class Lanes:
             lane.check()
 
 
-Planner = Scheduler | Lanes
-
-
 def planner_of(
     make: Callable[[KVMemory], Scheduler],
     memory: Callable[[], KVMemory],
@@ -203,44 +174,6 @@ def planner_of(
     """Return a Scheduler, or Lanes if there are several. Each lane gets its own `memory()`."""
     lanes = [make(memory()) for _ in range(num_lanes)]
     return lanes[0] if num_lanes == 1 else Lanes(lanes, parallel)
-
-
-class Queues:
-    """Merged view of the queues of all lanes, for monitoring."""
-
-    def __init__(self, queues: list[Queue]) -> None:
-        self._queues = queues
-        self.max_queue, self.ageing_s = queues[0].max_queue, queues[0].ageing_s
-        owner = np.concatenate([queue.decoding.owner for queue in queues])
-        for queue, part in zip(queues, np.split(owner, len(queues)), strict=True):
-            queue.decoding.owner = part
-        self.decoding = SimpleNamespace(owner=owner)
-
-    @property
-    def waiting(self) -> list[Request]:
-        return [request for queue in self._queues for request in queue.waiting]
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(queue.num_waiting for queue in self._queues)
-
-    @property
-    def running(self) -> list[Request]:
-        return [request for queue in self._queues for request in queue.running]
-
-    @property
-    def by_id(self) -> ChainMap[int, Request]:
-        return ChainMap(*(queue.by_id for queue in self._queues))
-
-    @property
-    def num_preemptions(self) -> int:
-        return sum(queue.num_preemptions for queue in self._queues)
-
-    @property
-    def memory(self) -> Any:  # noqa: ANN401 - has only those parts of a KVMemory that are shown
-        pools = [queue.memory.pool for queue in self._queues]
-        free, cached = sum(pool.num_free for pool in pools), sum(len(pool.cached) for pool in pools)
-        return SimpleNamespace(pool=SimpleNamespace(num_free=free, cached=range(cached)))
 
 
 def added(values: Sequence[Any]) -> Any:  # noqa: ANN401

@@ -1,8 +1,4 @@
-"""Waiting and running requests: admission, prompt chunks, preemption, departure.
-
-    add --> waiting --admit--> running, prefilling --last chunk issued--> running, decoding
-               ^                          |                                    |
-               '--------- preempt --------+------------------------------------+--> retire
+"""All requests: admission, prompt chunks, preemption, departure. scheduler.py draws their states.
 
 Decision: the pages of a request that leaves are free at once, unless a step in flight still writes
 to them. Then they are kept until its result has been checked. Only preemption, which needs pages
@@ -11,13 +7,29 @@ now, releases pages whose last writes were not checked. These are zeroed before 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from operator import attrgetter
+
 from nanovllm.kv.memory import KVMemory
-from nanovllm.plan import CORRUPTED, Admit, Chunk
+from nanovllm.plan import CORRUPTED, Admit, Chunk, Grant
 from nanovllm.sched.decoding import Decoding
 from nanovllm.sched.policy import LOOKED_AT, ByUrgency, urgency, worth_waiting
-from nanovllm.sched.request import Request, arrive
-from nanovllm.sched.rows import OpenPlan
+from nanovllm.sched.request import Request, State, arrive
 from nanovllm.wire import Finish, FinishReason, Generate, Refusal, RefusalKind, Started, StepOutput
+
+
+@dataclass(slots=True)
+class OpenPlan:
+    """A StepPlan under construction."""
+
+    budget: int  # prompt tokens that still fit
+    admits: list[Admit] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    grants: list[Grant] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    chunked: list[Request] = field(default_factory=list)  # the requests of `chunks`
+    num_tokens: int = 0  # all tokens of the step, with drafts
+    max_length: int = 0  # longest context of any row
 
 
 class Queue:
@@ -33,7 +45,6 @@ class Queue:
         *,
         num_slots: int,
         max_model_tokens: int,
-        max_queue: int,
         ageing_s: float,
         overtake_steps: int,
         min_saved_tokens: int,
@@ -41,14 +52,12 @@ class Queue:
         self.memory = memory
         self.decoding = decoding
         self.max_model_tokens = max_model_tokens
-        self.max_queue = max_queue
         self.ageing_s = ageing_s
         self.overtake_steps = overtake_steps
         self.min_saved_tokens = min_saved_tokens
-        self.waiting = ByUrgency()
-        self.running = ByUrgency()  # the last request is preempted first
-        self.prefilling = ByUrgency()  # running requests with prompt tokens left to plan
         self.by_id: dict[int, Request] = {}
+        self.waiting = ByUrgency()  # the requests in this state, in the order of admission
+        self.prefilling = ByUrgency()  # the requests in this state, in the order of chunks
         self.events = StepOutput()  # refusals, starts and finishes after the last output
         self.num_deferred = 0  # requests that wait for a prefix that the latest plan computes
         self.num_preemptions = self.prompt_tokens = self.cached_tokens = 0
@@ -56,15 +65,23 @@ class Queue:
         self._free_slots = list(range(num_slots))[::-1]
 
     @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
+    def num_running(self) -> int:
+        """Number of requests in slots."""
+        return len(self.decoding.owner) - len(self._free_slots)
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests in slots, by urgency: the last one is preempted first."""
+        owner = self.decoding.owner
+        found = [self.by_id[request_id] for request_id in owner[owner >= 0].tolist()]
+        return sorted(found, key=attrgetter("urgency"))
 
     # -- arrivals ---------------------------------------------------------------------------
 
     def add(self, spec: Generate, now: float) -> None:
         """Queue a request that arrived at `now` (seconds), or refuse it."""
         order = urgency(spec.priority, now, self._arrivals, self.ageing_s)
-        request = arrive(spec, order, self.memory.page_tokens)
+        request = arrive(spec, now, order, self.memory.page_tokens)
         self._arrivals += 1
         if (refusal := self._refuse(request)) is not None:
             self.events.refused.append(Refusal(request.id, *refusal))
@@ -81,8 +98,6 @@ class Queue:
         if not self.memory.fits(request.limit):
             room = self.memory.pool.num_pages * self.memory.page_tokens
             return RefusalKind.TOO_LONG, f"{request.limit} tokens exceed the cache of {room} tokens"
-        if len(self.waiting) >= self.max_queue:
-            return RefusalKind.QUEUE_FULL, f"{self.max_queue} requests are already waiting"
         return None
 
     # -- admission --------------------------------------------------------------------------
@@ -139,7 +154,7 @@ class Queue:
         return self.memory.num_pages_for(len(request.tokens)) - then // self.memory.page_tokens
 
     def _admit(self, request: Request, plan: OpenPlan, kept_pages: int) -> bool:
-        reserve = len(self.running) + kept_pages  # a running request may soon need a page
+        reserve = self.num_running + kept_pages  # a running request may soon need a page
         slot = -1 if self.decoding.drafting.most else self._free_slots[-1]
         known = self.memory.admit(request.id, request.keys, reserve, slot)
         if known is None:
@@ -149,7 +164,7 @@ class Queue:
         request.num_cached = known.num_cached
         request.num_overtaken = 0
         self.waiting.remove(request)
-        self.running.add(request)
+        request.state = State.PREFILLING
         self.prefilling.add(request)
         self.decoding.begin(request, len(known.pages))
         if not request.was_started:
@@ -196,7 +211,10 @@ class Queue:
         plan.max_length = max(plan.max_length, end)
 
     def issue(self, plan: OpenPlan) -> list[Request]:
-        """Register the plan's pages. Return the requests whose last chunk is in the plan."""
+        """Register the plan's pages. Return the requests whose last chunk is in the plan.
+
+        Decoding.issue() changes their state.
+        """
         self.memory.publish()
         firsts = [r for r, c in zip(plan.chunked, plan.chunks, strict=True) if c.samples]
         for request in firsts:
@@ -208,20 +226,20 @@ class Queue:
     def preempt(self, victim: Request) -> None:
         """Move a request back to the queue. It recomputes later, mostly from its cached pages."""
         self.num_preemptions += 1
-        self._leave(victim)
+        self._leave(victim, State.WAITING)
         self.memory.mark_unverified(victim.id, victim.written)
         self.memory.release(victim.id)
         self.waiting.add(victim)
 
     def retire(self, request: Request, reason: FinishReason) -> None:
         """End a request. Results that are still in flight for it are dropped."""
-        request.finish = reason
         del self.by_id[request.id]
         self.events.finished.append(Finish(request.id, reason))
-        if request.slot < 0:
+        if request.state is State.WAITING:
             self.waiting.remove(request)
+            request.state = State.FINISHED
             return
-        self._leave(request)
+        self._leave(request, State.FINISHED)
         if reason is FinishReason.ERROR:
             self.memory.invalidate(request.id)
         elif request.num_in_flight:
@@ -230,18 +248,19 @@ class Queue:
             self.memory.mark_unverified(request.id, request.written)
         self.memory.release(request.id)
 
-    def _leave(self, request: Request) -> None:
-        self.running.remove(request)
-        if self.decoding.prefills(request):
+    def _leave(self, request: Request, state: State) -> None:
+        """Free a request's slot, and change its state."""
+        if request.state is State.PREFILLING:
             self.prefilling.remove(request)
         self.decoding.leave(request)
         self._free_slots.append(request.slot)
         request.slot = -1
+        request.state = state
 
     def handle_late_result(self, request: Request, line: list[int]) -> int:
         """Take a result for a request without a slot. Return how many of its tokens are kept."""
         request.num_in_flight -= 1
-        if request.finish is None:
+        if request.state is State.WAITING:
             return self._append_late(request, line)
         if self.memory.holds(request.id):
             if line[0] == CORRUPTED:
@@ -269,7 +288,7 @@ class Queue:
 
         All tokens but the latest are computed.
         """
-        self.decoding.tails.flush(request)
+        self.decoding.flush(request)
         self.memory.commit(request.id, len(request.tokens) - 1)
         return self.end(request)
 
@@ -279,15 +298,19 @@ class Queue:
             self.retire(request, FinishReason.STOP)
         elif len(request.tokens) >= request.limit:
             self.retire(request, FinishReason.LENGTH)
-        return request.finish is not None
+        return request.state is State.FINISHED
 
     def check(self) -> None:
         self.memory.check()
-        slots = [r.slot for r in self.running]
+        running = self.running
+        slots = [r.slot for r in running]
         assert len(set(slots)) == len(slots) and not set(slots) & set(self._free_slots)
         assert len(slots) + len(self._free_slots) == len(self.decoding.planned), "a slot is lost"
-        assert {r.id for r in self.prefilling} == {
-            r.id for r in self.running if self.decoding.prefills(r)
+        by_state = {
+            state: {r.id for r in self.by_id.values() if r.state is state} for state in State
         }
-        assert len(self.running) + len(self.waiting) == len(self.by_id)
-        self.decoding.check(list(self.running))
+        assert {r.id for r in self.waiting} == by_state[State.WAITING]
+        assert {r.id for r in self.prefilling} == by_state[State.PREFILLING]
+        assert not by_state[State.FINISHED]
+        assert len(running) + len(self.waiting) == len(self.by_id)
+        self.decoding.check(running)

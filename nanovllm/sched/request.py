@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import Enum, auto
 
 from nanovllm.kv.keys import PageKeys
-from nanovllm.wire import FinishReason, Generate
+from nanovllm.wire import Generate
+
+
+class State(Enum):
+    """Progress of a request. scheduler.py draws the transitions and explains the states."""
+
+    WAITING = auto()
+    PREFILLING = auto()
+    DECODING = auto()
+    FINISHED = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -14,12 +24,14 @@ class Request:
     """One request. Its planned progress and latest tokens are columns of Decoding, by slot."""
 
     spec: Generate
+    came_s: float  # time of arrival
     urgency: tuple[float, int]  # smaller is served first; fixed at arrival
-    tokens: array[int]  # prompt and output; while in a slot, the latest tokens are in Tails
+    tokens: array[int]  # prompt and output; while in a slot, the latest are in Decoding
     keys: PageKeys  # of `tokens`
     num_prompt: int
     limit: int  # num_prompt + max_new
     stop_ids: frozenset[int]
+    state: State = State.WAITING
     slot: int = -1  # -1 = not on the device
     num_cached: int = 0  # tokens that were cached at admission
     prefill_until: int = 0  # tokens to compute before the next one is sampled
@@ -28,18 +40,18 @@ class Request:
     drafted: range = range(0)  # without a slot: positions where drafts may have been written
     num_overtaken: int = 0  # steps that admitted later requests, because pages were missing
     was_started: bool = False
-    finish: FinishReason | None = field(default=None)
 
     @property
     def id(self) -> int:
         return self.spec.request_id
 
 
-def arrive(spec: Generate, urgency: tuple[float, int], page_tokens: int) -> Request:
+def arrive(spec: Generate, now: float, urgency: tuple[float, int], page_tokens: int) -> Request:
     tokens = array("i")
     tokens.frombytes(spec.prompt)
     return Request(
         spec=spec,
+        came_s=now,
         urgency=urgency,
         tokens=tokens,
         keys=PageKeys(tokens, spec.salt, page_tokens),

@@ -1,7 +1,25 @@
 """Scheduler: turns waiting requests into StepPlans and StepResults into StepOutputs.
 
-Pure bookkeeping: no tensors, no clock, no sockets, no randomness. Delegates to `Queue` (waiting and
-running requests, preemption) and `Decoding` (decode rows stored as columns).
+Pure bookkeeping: no tensors, no clock, no sockets, no randomness. Delegates to `Queue` (all
+requests, admission, preemption) and `Decoding` (decode rows stored as columns).
+
+States of a request (request.State). Each arrow is one method:
+
+       Queue.add              Queue._admit              Decoding.issue
+    ------------> WAITING ----------------> PREFILLING ---------------> DECODING
+                   ^  |                       |    |                     |   |
+                   |  |                       |    |                     |   |
+                   '--+---- Queue.preempt ----'----+---------------------'   |
+                      |                            |                         |
+                      '------ Queue.retire --------'-------------------------'--> FINISHED
+
+    WAITING     has no slot and no pages; after a preemption, results may still be in flight
+    PREFILLING  has a slot, and pages for the whole prompt, which is not planned to its end
+    DECODING    has a row in each step until its last token is planned
+    FINISHED    has no slot; its pages are kept while a step in flight writes to them
+
+A state ARRIVING, for keys and values from host memory, disk or another server, belongs between
+WAITING and PREFILLING: with slot and pages, but not in `Queue.prefilling`, hence not planned.
 
 Theory of operation, one step:
 
@@ -22,18 +40,20 @@ sampled tokens.
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
 from nanovllm.kv.memory import KVMemory
-from nanovllm.plan import CORRUPTED, Grant, Int32, StepPlan, StepResult
-from nanovllm.sched.decoding import Decoding
+from nanovllm.look import Admitted
+from nanovllm.plan import CORRUPTED, Grant, Int32, LanesPlan, StepPlan, StepResult
+from nanovllm.sched.decoding import Decoding, Flight, Rows, rows_of
+from nanovllm.sched.planner import Snapshot
 from nanovllm.sched.policy import MIN_SAVED_TOKENS, prompt_budget
-from nanovllm.sched.queue import Queue
-from nanovllm.sched.request import Request
-from nanovllm.sched.rows import Flight, OpenPlan, Rows, rows_of
+from nanovllm.sched.queue import OpenPlan, Queue
+from nanovllm.sched.request import Request, State
 from nanovllm.wire import (
     STEP_TOKENS,
     FinishReason,
@@ -45,7 +65,7 @@ from nanovllm.wire import (
 
 
 class Scheduler:
-    """Planner and bookkeeper of steps.
+    """Planner of the steps of one device, or of several in lockstep. Implements planner.Planner.
 
     `num_slots` is at most `step_tokens`, so that every decode row fits every step.
     `mixed_step_tokens` limits the prompts of steps with decode rows, not the rows themselves; it
@@ -63,7 +83,6 @@ class Scheduler:
         mixed_step_tokens: int = 1 << 30,
         max_model_tokens: int,
         num_drafts: int = 0,
-        max_queue: int = 1 << 30,
         ageing_s: float = 1.0,
         overtake_steps: int = 64,
         min_saved_tokens: int = MIN_SAVED_TOKENS,
@@ -79,7 +98,6 @@ class Scheduler:
             self._decoding,
             num_slots=num_slots,
             max_model_tokens=max_model_tokens,
-            max_queue=max_queue,
             ageing_s=ageing_s,
             overtake_steps=overtake_steps,
             min_saved_tokens=min_saved_tokens,
@@ -90,6 +108,9 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.queue.by_id)
+
+    def request_ids(self) -> list[int]:
+        return list(self.queue.by_id)
 
     def add(self, spec: Generate, now: float) -> None:
         """Queue a request that arrived at `now` (seconds), or refuse it if it can never run."""
@@ -104,12 +125,41 @@ class Scheduler:
         events, self.queue.events = self.queue.events, StepOutput()
         return events
 
+    def snapshot(self, num_queued: int = 0) -> Snapshot:
+        """Return the present state, with at most `num_queued` waiting requests."""
+        queue, pool = self.queue, self.memory.pool
+        return Snapshot(
+            slots=self._decoding.owner.tobytes(),
+            num_running=queue.num_running,
+            num_waiting=len(queue.waiting),
+            num_preemptions=queue.num_preemptions,
+            free=pool.num_free,
+            cached=len(pool.cached),
+            queue=[(r.id, r.came_s, r.was_started) for r in islice(queue.waiting, num_queued)],
+        )
+
+    def admitted(self, plan: StepPlan | LanesPlan) -> list[Admitted]:
+        """Return the admissions of the latest plan, for observers."""
+        assert isinstance(plan, StepPlan)
+        owner, by_id = self._decoding.owner, self.queue.by_id
+        return [
+            Admitted(
+                slot=admit.slot,
+                request=int(owner[admit.slot]),
+                prompt=admit.num_prompt,
+                tokens=len(admit.tokens) // 4,
+                cached=admit.num_cached,
+                came_s=by_id[int(owner[admit.slot])].came_s,
+            )
+            for admit in plan.admits
+        ]
+
     def stats(self) -> Stats:
         queue = self.queue
         deferred = min(queue.num_deferred, len(queue.waiting))
         reasons = {"capacity": len(queue.waiting) - deferred, "shared_prompt": deferred}
         return Stats(
-            num_running=len(queue.running),
+            num_running=queue.num_running,
             num_waiting=len(queue.waiting),
             waiting_by_reason=reasons,
             kv_usage=self.memory.usage,
@@ -157,7 +207,7 @@ class Scheduler:
             drafts=b"" if drafts_R is None else drafts_R.tobytes(),
         )
 
-    def masked_rows(self, plan: StepPlan) -> list[tuple[int, list[int]]]:
+    def masked_rows(self, plan: StepPlan | LanesPlan) -> list[tuple[int, list[int]]]:
         """Return (request id, drafts) of each row in plan.masked. Some may have finished."""
         return [self._decoding.fed(plan.step, row) for row in plan.masked]
 
@@ -211,19 +261,22 @@ class Scheduler:
         If no page is free, preempt the least urgent requests.
         """
         queue, stalled = self.queue, set[int]()
+        running: list[Request] = []  # sorted only if no page is free
         num_preemptions = queue.num_preemptions
         for request in sorted(short, key=lambda r: r.urgency):
-            if request.slot < 0:
+            if request.state is State.WAITING:
                 continue  # preempted for a more urgent request
             end = int(self._decoding.planned[request.slot]) + 1
             while not self._grant(request, end, plan):
-                if (victim := queue.running[-1]) is request:
+                running = running or queue.running
+                if running[-1] is request:
                     stalled.add(request.id)
                     break
-                queue.preempt(victim)
+                queue.preempt(running.pop())
         if not stalled and num_preemptions == queue.num_preemptions:
             return rows
-        return rows_of([r for r in rows.requests if r.slot >= 0 and r.id not in stalled])
+        going = [r for r in rows.requests if r.state is State.DECODING and r.id not in stalled]
+        return rows_of(going)
 
     # -- completion -------------------------------------------------------------------------
 
@@ -274,7 +327,7 @@ class Scheduler:
                 break
             at = here if len(here) < len(kept_R) else slice(None)  # a slice makes views, not copies
             kept_R[at] += 1
-            due = self._decoding.tails.append(rows.slots[at], tokens_R[at])
+            due = self._decoding.append(rows.slots[at], tokens_R[at])
             if ended := [
                 i for i in due if self.queue.commit_and_check_stop(rows.requests[here[i]])
             ]:

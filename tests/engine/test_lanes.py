@@ -14,9 +14,8 @@ from nanovllm.config import Speculate
 from nanovllm.engine.ranks import Follower, RankedExecutor
 from nanovllm.experts import ExpertLoad
 from nanovllm.parallel.places import places_of
-from nanovllm.plan import StepPlan, StepResult, mode_key
+from nanovllm.plan import LanesPlan, Masks, StepPlan, StepResult, mode_key
 from nanovllm.runner.graphs import Captured
-from nanovllm.sched.lanes import LanesPlan
 from nanovllm.wire import FinishReason
 from tests.engine.test_ranks import CONFIG, NGRAM, SMALL, cut, ranked, text_of
 from tests.models.corrupted import POISON
@@ -78,6 +77,9 @@ class Counting:
         self.steps_by_mode[mode_key("FULL", plan)] += 1
         return self
 
+    def sample(self, masks: Masks) -> None:
+        """Ignore the masks."""
+
     def wait(self) -> StepResult:
         return StepResult(1, np.full((1, 1), self.padded_tokens, np.int32))
 
@@ -92,11 +94,14 @@ def test_what_all_lanes_count_is_told_as_one(tmp_path: Path) -> None:
     executor = RankedExecutor(Counting(1), first)  # type: ignore[arg-type]
     followers = [Follower(Counting(10**place.rank), place) for place in others]  # type: ignore[arg-type]
     own = StepPlan(1, [], [], 1, np.int32([3]).tobytes(), [], 9, [])
-    plan = LanesPlan(1, [], [], 3, None, [], 9, [0], lanes=(own, own, own))
+    lanes = own, replace(own, masked=[0]), own
+    plan = LanesPlan(1, lanes, rows=(own.decodes,) * 3, num_slots=4)
     assert executor.expert_load(wait=True).by_rank == {"0": 1, "1": 2}
     handle = executor.launch(plan)
-    for follower, place in zip(followers, others, strict=True):
-        follower.take(place.recv())
+    handle.sample(np.zeros((1, 1), np.int32))
+    for _ in range(2):  # the plan, then the masks
+        for follower, place in zip(followers, others, strict=True):
+            follower.take(place.recv())
     result = handle.wait()
     assert [int(one.tokens[0, 0]) for one in result.lanes] == [1, 10, 100]
     assert executor.padded_tokens == 111

@@ -64,11 +64,16 @@ class Running:
             num_slots=2,
             step_tokens=32,
             max_model_tokens=64,
-            max_queue=max_queue,
         )
         executor = PaperExecutor(SENTENCE, 2, step_s)
         self.engine = Engine(
-            scheduler, executor, self.grammars, [self.connection], depth=1, pace=None
+            scheduler,
+            executor,
+            self.grammars,
+            [self.connection],
+            depth=1,
+            pace=None,
+            max_queue=max_queue,
         )
         self.thread = threading.Thread(target=self.engine.run)
         self.thread.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from nanovllm.engine.loop import EngineLoop
 from nanovllm.kv.hybrid import HybridMemory
 from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import StepPlan
+from nanovllm.sched.planner import Planner
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import Abort, FinishReason, Generate, RefusalKind, Sampling, StepOutput
 from tests.kv.states import check_memory
@@ -79,7 +80,6 @@ class PaperEngine:
             mixed_step_tokens=mixed,
             max_model_tokens=4096,
             num_drafts=drafts,
-            max_queue=max_queue,
             ageing_s=ageing,
             overtake_steps=overtake,
             min_saved_tokens=min_saved_tokens,
@@ -90,14 +90,24 @@ class PaperEngine:
         self.plans: list[StepPlan] = []
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
-        self.loop = EngineLoop(
-            self.scheduler, self, self.collect, PaperMasker(), depth, now=self.now
-        )
+        self.max_queue = max_queue
+        self.loop = self.loop_of(self.scheduler, depth, self.now)
         self.text: dict[int, list[int]] = {}
         self.finish: dict[int, FinishReason] = {}
         self.refused: dict[int, RefusalKind] = {}
         self.cached: dict[int, int] = {}
         self.num_prompt: dict[int, int] = {}  # of requests with log-probabilities
+
+    def loop_of(self, planner: Planner, depth: int, now: Callable[[], float]) -> EngineLoop:
+        return EngineLoop(
+            planner,
+            self,
+            self.collect,
+            PaperMasker(),
+            depth,
+            max_queue=self.max_queue,
+            now=now,
+        )
 
     def collect(self, out: StepOutput) -> None:
         for started in out.started:
@@ -130,7 +140,8 @@ class PaperEngine:
     def say(self, message: Generate | Abort) -> None:
         if isinstance(message, Generate) and message.sampling.logprobs >= 0:
             self.num_prompt[message.request_id] = len(message.prompt) // 4
-        self.loop.handle(message)
+        if not isinstance(message, Generate) or self.loop.has_room_for(message):
+            self.loop.handle(message)
         self.loop.publish_events()
 
     def vet(self, request: Generate) -> None:

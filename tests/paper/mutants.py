@@ -21,7 +21,7 @@ KEYS, MEMORY, SCHEDULER = (
 HYBRID, STATES = "nanovllm/kv/hybrid.py", "nanovllm/kv/checkpoints.py"
 QUEUE, DECODING = "nanovllm/sched/queue.py", "nanovllm/sched/decoding.py"
 DRAFTING = "nanovllm/sched/drafting.py"
-POLICY, TAILS = "nanovllm/sched/policy.py", "nanovllm/sched/tails.py"
+POLICY = "nanovllm/sched/policy.py"
 PAPER = "tests/paper/gpu.py"
 
 MUTANTS = [
@@ -72,7 +72,7 @@ MUTANTS = [
     Mutant("a corrupted request ends as if aborted", SCHEDULER, "                self.queue.retire(requests[row], FinishReason.ERROR)\n", "                self.queue.retire(requests[row], FinishReason.ABORT)\n", "test_poison_in_a_prompt_is_an_error_of_that_request_alone"),
     Mutant("a preempted request with a wrong token goes on", QUEUE, "        if line[0] == CORRUPTED:\n            self.memory.invalidate_by_keys", "        if False:\n            self.memory.invalidate_by_keys", "test_a_preempted_request_whose_token_in_flight_is_wrong_is_over"),
     Mutant("a preempted request's wrong pages are found", QUEUE, "            self.memory.invalidate_by_keys(request.keys)\n", "", "test_a_preempted_request_whose_token_in_flight_is_wrong_is_over"),
-    Mutant("pages of a preempted request are trusted", QUEUE, "        self._leave(victim)\n        self.memory.mark_unverified(victim.id, victim.written)\n", "        self._leave(victim)\n", "test_nan_of_a_token_in_flight_when_its_request_is_preempted"),
+    Mutant("pages of a preempted request are trusted", QUEUE, "        self._leave(victim, State.WAITING)\n        self.memory.mark_unverified(victim.id, victim.written)\n", "        self._leave(victim, State.WAITING)\n", "test_nan_of_a_token_in_flight_when_its_request_is_preempted"),
     Mutant("pages of an aborted prompt are trusted", QUEUE, "            self.memory.mark_unverified(request.id, request.written)\n        self.memory.release", "            pass\n        self.memory.release", "test_pages_of_a_prompt_that_was_aborted_half_way_are_cleaned"),
     Mutant("pages are free while a step still writes to them", QUEUE, "            return  # handle_late_result() releases the pages\n", "            pass\n", "test_nan_behind_the_last_token_of_a_finished_request_reaches_nobody"),
     Mutant("a surplus row's NaN goes unnoticed", QUEUE, "            if line[0] == CORRUPTED:\n                self.memory.invalidate(", "            if False:\n                self.memory.invalidate(", "test_nan_behind_the_last_token_of_a_finished_request_reaches_nobody"),
@@ -124,8 +124,8 @@ MUTANTS = [
     Mutant("a state goes for a worse one", STATES, "or values_C[worst := int(values_C.argmin())] >= spared", "or values_C[worst := int(values_C.argmin())] < 0", "test_none_goes_for_one_that_is_worth_less"),
     Mutant("who is behind a lost state is not counted anew", STATES, "            self._set_before(one, checkpoint.before)\n        del", "            one.before = checkpoint.before\n        del", "test_a_long_text_is_thinned_out_evenly"),
     Mutant("re-admitted before its token arrived", QUEUE, "            if request.num_in_flight:\n                break", "            if False:\n                break", "test_pages_become_free_while_a_preempted_request_has_tokens_in_flight"),
-    Mutant("surplus token of a finished request delivered", QUEUE, "        if request.finish is None:\n            return self._append_late", "        if True:\n            return self._append_late", "test_poison_in_a_prompt_is_an_error_of_that_request_alone"),
-    Mutant("the most urgent is preempted first", SCHEDULER, "(victim := queue.running[-1])", "(victim := queue.running[0])", "test_the_least_urgent_is_preempted"),
+    Mutant("surplus token of a finished request delivered", QUEUE, "        if request.state is State.WAITING:\n            return self._append_late", "        if True:\n            return self._append_late", "test_poison_in_a_prompt_is_an_error_of_that_request_alone"),
+    Mutant("the most urgent is preempted first", SCHEDULER, "running = running or queue.running", "running = running or queue.running[::-1]", "test_the_least_urgent_is_preempted"),
     Mutant("commit covers a token no step has computed", QUEUE, "len(request.tokens) - 1)\n        return self.end", "len(request.tokens))\n        return self.end", "test_a_token_no_step_has_computed_is_in_no_shared_page"),
     Mutant("refused drafts still count as computed", SCHEDULER, "            self._decoding.planned[slots_R] -= drafts_R - right_R\n", "", "test_a_preempted_request_whose_token_in_flight_is_wrong_is_over"),
     Mutant("no room for drafts", SCHEDULER, "        drafts_R = np.minimum(drafts_R, decoding.room[slots_R] - ends_R)\n", "", "test_a_preempted_request_whose_token_in_flight_is_wrong_is_over"),
@@ -152,16 +152,16 @@ MUTANTS = [
     Mutant("slot leaked on preemption", QUEUE, "        self._free_slots.append(request.slot)\n", "        pass\n", "test_poison_in_a_prompt_is_an_error_of_that_request_alone"),
     Mutant("restarts from the prompt only", QUEUE, "tokens=request.tokens.tobytes()", "tokens=request.spec.prompt", "test_nan_of_a_token_in_flight_when_its_request_is_preempted"),
     Mutant("changed rows are called the same", DECODING, "        same, self._issued = decodes is self._issued, decodes\n", "        same, self._issued = len(decodes.requests) == len(self._issued.requests), decodes\n", "test_nan_of_a_token_in_flight_when_its_request_is_preempted"),
-    Mutant("a preempted request keeps its row", SCHEDULER, "[r for r in rows.requests if r.slot >= 0 and r.id not in stalled]", "[r for r in rows.requests if r.id not in stalled]", "test_nan_of_a_token_in_flight_when_its_request_is_preempted"),
-    Mutant("a stalled request keeps its row", SCHEDULER, "[r for r in rows.requests if r.slot >= 0 and r.id not in stalled]", "[r for r in rows.requests if r.slot >= 0]", "test_nan_of_a_token_in_flight_when_its_request_is_preempted"),
-    Mutant("who has left keeps its row", DECODING, "            self._left.add(request)\n", "            pass\n", "test_poison_in_a_prompt_is_an_error_of_that_request_alone"),
+    Mutant("a preempted request keeps its row", SCHEDULER, "if r.state is State.DECODING and r.id not in stalled]", "if r.id not in stalled]", "test_nan_of_a_token_in_flight_when_its_request_is_preempted"),
+    Mutant("a stalled request keeps its row", SCHEDULER, "if r.state is State.DECODING and r.id not in stalled]", "if r.state is State.DECODING]", "test_nan_of_a_token_in_flight_when_its_request_is_preempted"),
+    Mutant("who has left keeps its row", DECODING, "            self._has_left = True\n", "            pass\n", "test_poison_in_a_prompt_is_an_error_of_that_request_alone"),
     Mutant("a slot is taken for its last owner", DECODING, "        self.owner[request.slot] = -1\n", "", "test_poison_in_a_prompt_is_an_error_of_that_request_alone"),
     Mutant("grants written at the wrong index", DECODING, "at = int(self.room[request.slot]) // self.page_tokens", "at = int(self.planned[request.slot]) // self.page_tokens", "test_a_preempted_request_whose_token_in_flight_is_wrong_is_over"),
     Mutant("lines in flight forgotten on departure", DECODING, "sum(int(request.id in f.rows.ids) for f in flights)", "0", "test_nan_of_a_token_in_flight_when_its_request_is_preempted"),
-    Mutant("a preempted request leaves its newest tokens behind", DECODING, "        self.tails.flush(request)\n        num_known", "        num_known", "test_nan_of_a_token_in_flight_when_its_request_is_preempted"),
-    Mutant("a slot's next request inherits a tail", TAILS, "        self._counts_N[request.slot] = 0\n", "", "test_poison_in_a_prompt_is_an_error_of_that_request_alone"),
-    Mutant("only a request's last stop id ends it", TAILS, "stops[:STOPS]", "stops[-1:]", "test_whichever_of_its_stop_ids_comes_ends_a_request"),
-    Mutant("of many stop ids some are never looked for", TAILS, "due if len(request.stop_ids) <= STOPS else 1", "due", "test_whichever_of_its_stop_ids_comes_ends_a_request"),
+    Mutant("a preempted request leaves its newest tokens behind", DECODING, "        self.flush(request)\n        num_known", "        num_known", "test_nan_of_a_token_in_flight_when_its_request_is_preempted"),
+    Mutant("a slot's next request inherits a tail", DECODING, "        self._counts_N[request.slot] = 0\n", "", "test_poison_in_a_prompt_is_an_error_of_that_request_alone"),
+    Mutant("only a request's last stop id ends it", DECODING, "stops[:STOPS]", "stops[-1:]", "test_whichever_of_its_stop_ids_comes_ends_a_request"),
+    Mutant("of many stop ids some are never looked for", DECODING, "due if len(request.stop_ids) <= STOPS else 1", "due", "test_whichever_of_its_stop_ids_comes_ends_a_request"),
     Mutant("decodes and chunks overdraw the budget", POLICY, "min(share, step_tokens - num_decoded)", "min(share, step_tokens)", "test_a_long_prompt_never_stalls_running_streams"),
     Mutant("decode rows ignore their own budget", SCHEDULER, "        plan.budget = prompt_budget(self.step_tokens, self.mixed_step_tokens, plan.num_tokens)\n", "        plan.budget -= plan.num_tokens\n", "test_a_step_that_decodes_has_a_budget_of_its_own"),
     Mutant("prompts starve beside many decode rows", POLICY, "-(-mixed_step_tokens // 4)", "0", "test_more_decode_rows_than_the_budget_stop_neither_themselves_nor_prompts"),
@@ -170,7 +170,7 @@ MUTANTS = [
     Mutant("first tokens are matched to the wrong requests", DECODING, "rows = rows_of(decodes.requests + firsts)", "rows = rows_of(firsts + decodes.requests)", "test_others_keep_the_pages_they_share_with_a_corrupted_request"),
     Mutant("counts left out although rows differ", SCHEDULER, "ids, counts = ids[kept_R > 0], kept_R[kept_R > 0].tobytes()", "ids = ids[kept_R > 0]", "test_a_preempted_request_whose_token_in_flight_is_wrong_is_over"),
     Mutant("first tokens escape the grammar", SCHEDULER, "masked=rows.masked", "masked=decodes.masked", "test_rows_with_a_grammar_beside_rows_without"),
-    Mutant("masks are for other rows", "nanovllm/sched/rows.py", "[i for i, r in enumerate(requests) if r.spec.grammar]", "[i for i, r in enumerate(requests[::-1]) if r.spec.grammar]", "test_rows_with_a_grammar_beside_rows_without"),
+    Mutant("masks are for other rows", DECODING, "[i for i, r in enumerate(requests) if r.spec.grammar]", "[i for i, r in enumerate(requests[::-1]) if r.spec.grammar]", "test_rows_with_a_grammar_beside_rows_without"),
     Mutant("masks made before the last tokens are known", "nanovllm/engine/loop.py", "                self._complete(0)  # a mask", "                # a mask", "test_rows_with_a_grammar_beside_rows_without"),
     Mutant("the masker never hears of tokens", "nanovllm/engine/loop.py", "        if failed := self.masker.advance(output):\n", "        if failed := ():\n", "test_rows_with_a_grammar_beside_rows_without"),
     Mutant("waiting never ages", POLICY, "(priority * ageing_s + now, arrival)", "(priority, arrival)", "test_ageing_lets_a_patient_request_pass_urgent_newcomers"),

@@ -11,15 +11,14 @@ from hypothesis import given, settings, strategies as st
 from msgspec.structs import replace
 
 from nanovllm.config import Parallel
-from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.ranks import num_masks
 from nanovllm.look import Step
-from nanovllm.plan import Masks, StepPlan, StepResult
-from nanovllm.sched.lanes import Lanes, LanesPlan, LanesResult
+from nanovllm.plan import LanesPlan, LanesResult, Masks, StepPlan, StepResult
+from nanovllm.sched.lanes import Lanes
 from nanovllm.wire import FinishReason, RefusalKind
 from tests.paper.conversations import by_chance, conversations, held
 from tests.paper.engine import PaperEngine, generate
-from tests.paper.gpu import PaperHandle, PaperMasker, ids
+from tests.paper.gpu import PaperHandle, ids
 
 NUM_ENGINES = 20 * settings().max_examples
 
@@ -55,9 +54,7 @@ class PaperLanes(PaperEngine):
         self.memories = [engine.memory for engine in engines]
         parallel = Parallel(load_weight=load_weight)
         self.lanes = Lanes([engine.scheduler for engine in engines], parallel)  # type: ignore[misc]
-        self.loop = EngineLoop(
-            self.lanes, self, self.collect, PaperMasker(), depth, now=lambda: float(len(self.plans))
-        )
+        self.loop = self.loop_of(self.lanes, depth, lambda: float(len(self.plans)))
         self.steps_by_mode = Counter()
 
     def launch(self, plan: StepPlan) -> LanesHandle:  # type: ignore[override]
@@ -191,7 +188,7 @@ def test_the_queue_is_one_limit_of_all_lanes() -> None:
     for request_id in range(8):
         engine.say(generate(request_id, [request_id] * 5, 2))
     assert list(engine.refused.values()) == [RefusalKind.QUEUE_FULL] * 5
-    assert len(engine.lanes.queue.waiting) == 3
+    assert engine.lanes.snapshot().num_waiting == 3
     engine.finish_all()
     assert sorted(engine.finish) == [0, 1, 2]
 

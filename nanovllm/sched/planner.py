@@ -1,0 +1,79 @@
+"""Interface between the engine and the planner of its steps: a Scheduler, or Lanes of them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from msgspec import Struct
+
+from nanovllm.look import Admitted
+from nanovllm.plan import LanesPlan, StepPlan, StepResult
+from nanovllm.wire import FinishReason, Generate, Stats, StepOutput
+
+
+class Snapshot(Struct, frozen=True):
+    """State of a planner, for observers. With lanes, slots are numbered through all of them."""
+
+    slots: bytes  # int64 request id by slot, or -1
+    num_running: int
+    num_waiting: int
+    num_preemptions: int  # since the start
+    free: int  # pages that no request holds
+    cached: int  # free pages whose content can be reused
+    # Waiting requests: id, time of arrival, True if it was preempted.
+    queue: list[tuple[int, float, bool]]
+
+
+class Planner(Protocol):
+    """Planner and bookkeeper of steps. Only the engine's loop calls it, except for snapshot()."""
+
+    step_tokens: int
+    mixed_step_tokens: int  # may change between steps
+
+    @property
+    def has_work(self) -> bool:
+        """Return True if any request has not ended."""
+        ...
+
+    def request_ids(self) -> list[int]:
+        """Return the ids of all requests that have not ended."""
+        ...
+
+    def add(self, spec: Generate, now: float) -> None:
+        """Queue a request that arrived at `now` (seconds), or refuse it if it can never run."""
+        ...
+
+    def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request, unless it has ended."""
+        ...
+
+    def plan(self) -> StepPlan | LanesPlan | None:
+        """Return the next step, or None if there is nothing to do until a result arrives."""
+        ...
+
+    def masked_rows(self, plan: StepPlan | LanesPlan) -> list[tuple[int, list[int]]]:
+        """Return (request id, drafts) of each row in plan.masked. Some may have finished."""
+        ...
+
+    def admitted(self, plan: StepPlan | LanesPlan) -> list[Admitted]:
+        """Return the admissions of the latest plan, for observers."""
+        ...
+
+    def complete(self, result: StepResult) -> StepOutput:
+        """Process the result of the oldest step in flight."""
+        ...
+
+    def output(self) -> StepOutput:
+        """Return refusals, starts and finishes after the last output."""
+        ...
+
+    def snapshot(self, num_queued: int = 0) -> Snapshot:
+        """Return the present state, with at most `num_queued` waiting requests.
+
+        Any thread may call it.
+        """
+        ...
+
+    def stats(self) -> Stats:
+        """Return the counters, for metrics."""
+        ...
