@@ -17,7 +17,7 @@ QUICK = (
     "models/",
     "paper/test_corruption.py", "paper/test_engine.py", "paper/test_sharing.py",
     "parallel/test_mesh.py", "parallel/test_ring.py",
-    "runner/test_corrupted.py", "runner/test_piecewise.py", "runner/test_room.py",
+    "runner/test_corrupted.py", "runner/test_graphs_piecewise.py", "runner/test_room.py",
     "sampling/test_sampler.py",
     "sched/",
     "server/parsers/test_families.py",

@@ -20,8 +20,7 @@ DRIVEN_BY = {
         nanovllm/cli/__init__.py nanovllm/cli/commands.py""",
     "tests/end_to_end/test_generate.py": """
         nanovllm/plan.py nanovllm/registry.py
-        nanovllm/runner/batch.py nanovllm/runner/build.py nanovllm/runner/runner.py
-        nanovllm/runner/sizing.py nanovllm/runner/slots.py nanovllm/runner/upload.py""",
+        nanovllm/runner/batch.py nanovllm/runner/runner.py""",
     "tests/end_to_end/test_replicas.py": "nanovllm/server/metrics_page.py",
     "tests/attention/test_choose.py": "nanovllm/attention/__init__.py",
     "tests/attention/test_torch_ref.py": "nanovllm/attention/grouped.py",
@@ -49,7 +48,6 @@ DRIVEN_BY = {
         nanovllm/models/qwen3_next.py nanovllm/models/sparse.py nanovllm/models/scattered.py
         nanovllm/attention/gated_delta.py nanovllm/attention/delta_kernels.py
         nanovllm/layers/gated_delta.py nanovllm/layers/gated_attention.py
-        nanovllm/runner/states.py
         kernels/nanovllm_kernels/reference.py""",
     "tests/models/test_quantised.py": "nanovllm/models/altered.py",
     "tests/models/test_weights.py": "nanovllm/models/destination.py nanovllm/models/faults.py",
@@ -61,9 +59,6 @@ DRIVEN_BY = {
     "tests/bench/test_online.py": """
         nanovllm/bench/client.py nanovllm/bench/offline.py nanovllm/bench/started.py""",
     "tests/bench/test_report.py": "nanovllm/bench/measure.py",
-    "tests/bench/test_graphs.py": "nanovllm/runner/graphs.py nanovllm/runner/warm.py",
-    "tests/bench/test_kv.py": "nanovllm/runner/resolved.py",
-    "tests/runner/test_corrupted.py": "nanovllm/runner/caches.py",
     "tests/engine/test_clock.py": "nanovllm/runner/results.py",
     "tests/engine/test_process.py": "nanovllm/engine/executor.py",
     "tests/engine/test_recent.py": "nanovllm/look.py",

@@ -26,7 +26,7 @@ OF_A_KERNEL = {"Given", "Kind", "Product", "Shape", "Shared", "Size", "Tile"}
 ON_DEVICE = {"jit", "kernel"}
 WAITS = {"item", "tolist", "cpu", "nonzero", "synchronize"}
 MUST_NOT_WAIT = ("nanovllm/sampling/", "nanovllm/runner/runner.py", "nanovllm/runner/batch.py",
-                 "nanovllm/runner/slots.py", "nanovllm/models/decoder.py", "nanovllm/layers/",
+                 "nanovllm/models/decoder.py", "nanovllm/layers/",
                  "nanovllm/attention/flash.py", "nanovllm/attention/paged.py",
                  "nanovllm/attention/triton.py")  # fmt: skip
 TOP_LEVEL = {

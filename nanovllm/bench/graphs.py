@@ -23,10 +23,9 @@ from msgspec.structs import replace
 from nanovllm.config import ConfigError, Recipe
 from nanovllm.plan import Chunk, StepPlan
 from nanovllm.runner.batch import StepRows
-from nanovllm.runner.graphs import Captured
-from nanovllm.runner.piecewise import CapturedPiecewise
+from nanovllm.runner.build import padding_rows
+from nanovllm.runner.graphs import Captured, CapturedPiecewise
 from nanovllm.runner.runner import Forwarded, Runner
-from nanovllm.runner.warm import padding_rows
 
 CONTEXT = 1024  # longest synthetic request, if the cache can hold one per slot
 ROUNDS, STEPS = 3, 10  # a time is the median of ROUNDS means of STEPS steps

@@ -35,11 +35,9 @@ from nanovllm.config import Config, ConfigError
 from nanovllm.models.config import read_model_config
 from nanovllm.parallel.cut import check_cut
 from nanovllm.parallel.mesh import first_rank
-from nanovllm.runner.build import load, with_caches
-from nanovllm.runner.resolved import resolved
+from nanovllm.runner.build import largest_steps, load, run_padding, with_caches
+from nanovllm.runner.resolved import GIB, resolved
 from nanovllm.runner.room import need_of, remedy
-from nanovllm.runner.sizing import GIB
-from nanovllm.runner.warm import largest_steps, run_padding
 from nanovllm.server.ranges import MAX_TOP_LOGPROBS
 
 USUAL_LENGTHS = 500, 2000

@@ -30,9 +30,8 @@ from nanovllm.layers.moe import weight_traffic
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.parallel.mesh import Mesh, first_rank
-from nanovllm.runner.resolved import Resolved, resolved
+from nanovllm.runner.resolved import GIB, Resolved, resolved
 from nanovllm.runner.room import need_of, step_bytes
-from nanovllm.runner.sizing import GIB
 
 WEIGHTS, STEP, OTHERS, GRAPHS = "weights", "full step", "CUDA and others", "graphs"
 STATES, LOGPROBS = "running states", "log-probabilities"

@@ -1,36 +1,38 @@
-"""Construction of a Runner from a Config: weights, cache size, kernels, graphs."""
+"""Construction of a Runner from a Config: weights, cache size, kernels, graphs.
+
+Steps of padding rows only measure memory, compile kernels and capture graphs.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from msgspec.structs import asdict, replace
 from nanovllm_kernels.compile_cache import use_folder
+from nanovllm_kernels.device import FOLLOWING
 
+from nanovllm.attention.paged import CUTE_ROWS
 from nanovllm.config import Config, Recipe, cache_dir, given_or
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.kv.split import Split
 from nanovllm.layers.describe import products
-from nanovllm.log import fields
+from nanovllm.log import Progress, fields
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.weights import fill
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.parallel.places import num_ranks
-from nanovllm.runner.batch import BatchPrep
-from nanovllm.runner.caches import make_caches
-from nanovllm.runner.graphs import graph_sizes, obstacles
-from nanovllm.runner.piecewise import piecewise_sizes
+from nanovllm.runner.batch import BatchPrep, Slots, StepRows, decode_rows
+from nanovllm.runner.caches import make_caches, states_of
+from nanovllm.runner.graphs import graph_sizes, largest_graph, obstacles, piecewise_sizes
 from nanovllm.runner.precompile import compile_in_background, jobs_of
-from nanovllm.runner.resolved import Resolved, resolved
+from nanovllm.runner.resolved import Resolved, num_pages_that_fit, resolved
 from nanovllm.runner.room import check_room
 from nanovllm.runner.runner import Runner
-from nanovllm.runner.sizing import num_pages_that_fit
-from nanovllm.runner.slots import Slots
-from nanovllm.runner.states import states_of
-from nanovllm.runner.warm import capture, largest_steps, warm_up
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling.shards import Shard
 from nanovllm.spec.base import drafter_of
@@ -180,3 +182,90 @@ def cpu_threads(recipe: Recipe, model: Decoder) -> int:
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     num_cores = torch.get_num_threads() // (num_ranks(recipe.parallel) * recipe.parallel.dp)
     return given_or(recipe.cpu_threads, max(1, min(num_cores, num_weights // 50_000_000)))
+
+
+# -- steps of padding rows ------------------------------------------------------------------------
+
+
+def padding_rows(
+    runner: Runner, num_rows: int, tokens_each: int, *, drafted: bool = False
+) -> StepRows:
+    """Return rows of the padding slot, for a step of any shape without requests."""
+    device, num_tokens = runner.device, num_rows * tokens_each
+    slots_R = torch.full((num_rows,), runner.slots.padding, device=device)
+    ones, host = np.ones(num_rows, np.int32), np.full(num_rows, runner.slots.padding, np.int32)
+    rows = decode_rows(
+        slots_R,
+        counts_R=None,
+        host_slots=host,
+        num_sampled=ones,
+        num_tokens=num_rows,
+        width=1,
+        max_length=tokens_each,
+    )
+    if tokens_each == 1:
+        return rows
+    counts_R = torch.full((num_rows,), tokens_each, dtype=torch.int32, device=device)
+    if drafted:
+        return decode_rows(
+            slots_R,
+            counts_R=counts_R,
+            host_slots=host.repeat(tokens_each),
+            num_sampled=tokens_each * ones,
+            num_tokens=num_tokens,
+            width=tokens_each,
+            max_length=tokens_each,
+        )
+    samples_R1 = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+    ends = torch.arange(tokens_each - 1, num_tokens, tokens_each, device=device)
+    rows = dataclasses.replace(
+        rows, num_decodes=0, num_decode_tokens=0, num_tokens=num_tokens, sampled_at=ends
+    )
+    return dataclasses.replace(rows, samples_R1=samples_R1, counts_R=counts_R, max_new=tokens_each)
+
+
+@torch.inference_mode()
+def run_padding(runner: Runner, num_rows: int, tokens_each: int, *, drafted: bool = False) -> None:
+    rows = padding_rows(runner, num_rows, tokens_each, drafted=drafted)
+    runner.finish(rows, runner.forward(rows), [], None)
+
+
+def largest_steps(runner: Runner, recipe: Recipe) -> None:
+    """Run the steps that take most memory: a full prefill, and all slots' rows with drafts."""
+    step_tokens, longest = int(recipe.schedule.step_tokens), int(recipe.server.max_model_tokens)
+    num_rows = -(-step_tokens // longest)
+    run_padding(runner, num_rows, step_tokens // num_rows)
+    each = 1 + runner.num_drafts
+    run_padding(runner, min(int(recipe.schedule.slots), step_tokens // each), each, drafted=True)
+
+
+def warm_up(runner: Runner, recipe: Recipe) -> None:
+    """Compile all kernels that the first requests would otherwise wait for."""
+    if runner.device.type == "cpu":
+        run_padding(runner, 1, 2)
+        return
+    longest = min(int(recipe.schedule.step_tokens), int(recipe.server.max_model_tokens))
+    for num_rows, tokens_each in [(1, 1), (1, 2), (1, 17), (2, longest // 2), (1, longest)]:
+        run_padding(runner, num_rows, max(1, min(tokens_each, longest)))
+    if drafts := runner.num_drafts:  # more rows than any graph has
+        most = max(FOLLOWING // (1 + drafts) + 1, CUTE_ROWS.stop)
+        run_padding(runner, min(most, int(recipe.schedule.slots)), 1 + drafts, drafted=True)
+    with torch.inference_mode():
+        logits_SV = runner.forward(padding_rows(runner, 1, 1)).logits_SV
+        assert logits_SV is not None
+        runner.sampler.warm_up(logits_SV)
+    torch.cuda.synchronize(runner.device)
+
+
+@torch.inference_mode()
+def capture(runner: Runner, recipe: Recipe) -> None:
+    widths = {1, 1 + runner.num_drafts}
+    slots = int(recipe.schedule.slots)
+    sizes = [(size, w) for w in widths for size in graph_sizes(largest_graph(slots, w))]
+    most = min(recipe.kernels.mixed_graph_tokens, int(recipe.schedule.step_tokens))
+    piecewise = piecewise_sizes(most)
+    progress = Progress(log, "capturing", 2 * len(sizes) + len(piecewise), "CUDA graphs")
+    for graphs in (runner.graphs, runner.draws):
+        graphs.capture(sizes, int(recipe.server.max_model_tokens), progress.advance)
+    runner.piecewise.capture(piecewise, progress.advance)
+    progress.finish()

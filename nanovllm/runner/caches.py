@@ -1,21 +1,37 @@
-"""Keys and values on the device, and the operations of a plan on whole pages.
+"""Keys, values and recurrent states on the device, and the operations of a plan on them.
 
 Decision: all layers of a group are in one tensor, so that one launch fills or copies a page of all
 layers. A layer's view of it is contiguous, as attention requires.
+
+Recurrent states have rows for slots and the padding slot, and rows for checkpoints.
+
+Decision: a row holds the states of all layers, so that a save or restore is one copy at the full
+rate of the device or the bus. A layer's tensors are views of all rows.
+
+Decision: checkpoints in host memory are pinned. Their copies run in the order of the stream and the
+host never waits. Kernels write there through the same address.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+from weakref import finalize
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.attention.gated_delta import DeltaStates, StateProgress
 from nanovllm.attention.grouped import PagedKV, caches_of
-from nanovllm.kv.layout import CacheLayout
+from nanovllm.config import ConfigError
+from nanovllm.kv.layout import CacheLayout, StateGroup
 from nanovllm.plan import StepPlan
-from nanovllm.runner.upload import upload_together
+from nanovllm.runner.batch import upload_together
+
+ALIGNED = 32  # alignment of rows of states, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +76,135 @@ def make_caches(
         tensors += made
         caches |= by_layer
     return Caches(tuple(tensors), caches)
+
+
+class NoStates:
+    """Substitute for a model without recurrent states."""
+
+    def __init__(self) -> None:
+        self.by_layer: dict[int, DeltaStates] = {}
+
+    def apply(self, plan: StepPlan) -> None:
+        """Raise ValueError if the plan has states."""
+        asked = [a.restore_from for a in plan.admits] + [c.save_to for c in plan.chunks]
+        if plan.saves or any(state >= 0 for state in asked):
+            raise ValueError(f"plan {plan.step} has recurrent states, which the model has not")
+
+    def forget(self) -> None:
+        """Do nothing."""
+
+
+class States:
+    """States of a model, initially zero. With drafts, slots also store the inputs of their last
+    step.
+    """
+
+    def __init__(
+        self,
+        group: StateGroup,
+        num_slots: int,
+        num_checkpoints: int,
+        num_drafts: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        in_host: bool = False,
+    ) -> None:
+        self.num_drafts, self.device = num_drafts, device
+        layers, most_rows = len(group.layers), num_slots * (1 + num_drafts)
+        matrices = layers, group.heads, group.key_size, group.value_size
+        inputs = layers, group.channels, group.taps
+        recurrent_dtype = torch.float32 if group.recurrent_bytes == 4 else torch.bfloat16
+        at = -(-prod(matrices) * group.recurrent_bytes // 4)  # in words; a row is, too
+        row = -((-prod(inputs) * dtype.itemsize // 4 - at) // ALIGNED) * ALIGNED
+        self.rows_NX = torch.zeros(num_slots + 1, row, dtype=torch.float32, device=device)
+        place = "cpu" if in_host else device
+        self.saved_NX = self.rows_NX.new_zeros(num_checkpoints, row, device=place)
+        if in_host and device.type == "cuda" and num_checkpoints:
+            pin(self.saved_NX, self)
+        both = self.rows_NX, self.saved_NX
+        recurrent, saved_recurrent = (part(x, recurrent_dtype, matrices) for x in both)
+        conv, saved_conv = (part(x[:, at:], dtype, inputs) for x in both)
+        width = group.channels + 2 * group.heads
+        shape = (layers, num_slots + 1, 1 + num_drafts, width) if num_drafts else (layers, 0, 0, 0)
+        kept = torch.zeros(shape, dtype=dtype, device=device)
+        int32 = partial(torch.zeros, dtype=torch.int32, device=device)
+        self.progress = StateProgress(int32(num_slots + 1), int32(most_rows), [])
+        key_heads = (group.channels - group.heads * group.value_size) // (2 * group.key_size)
+        tickets_RG = int32(most_rows, key_heads)
+        self.by_layer = {
+            layer: DeltaStates(
+                conv_NCW=conv[:, nth],
+                recurrent_NHKV=recurrent[:, nth],
+                tickets_RG=tickets_RG,
+                kept_NWX=kept[nth] if num_drafts else None,
+                progress=self.progress,
+                saved=(saved_conv[:, nth], saved_recurrent[:, nth]),
+            )
+            for nth, layer in enumerate(group.layers)
+        }
+
+    def apply(self, plan: StepPlan) -> None:
+        """Do the plan's saves, then restore or zero the states of admitted requests.
+
+        Layers save the other states when they run the plan's chunks. Do not wait. Raise ValueError
+        if decode rows may have drafts and the plan saves their states, since the number of tokens
+        in such a state is unknown.
+        """
+        if plan.saves and self.num_drafts:
+            raise ValueError(f"plan {plan.step} saves states of rows that may have drafts")
+        self.progress.parts = self._parts(plan) if plan.chunks else (None, None)
+        for slot, checkpoint in plan.saves:
+            self.saved_NX[checkpoint].copy_(self.rows_NX[slot], non_blocking=True)
+        if not plan.admits:
+            return
+        for admit in plan.admits:
+            if admit.restore_from >= 0:
+                self.rows_NX[admit.slot].copy_(self.saved_NX[admit.restore_from], non_blocking=True)
+            elif admit.num_cached:
+                raise ValueError(f"plan {plan.step} has a prefix without its recurrent state")
+        lists = (
+            [admit.slot for admit in plan.admits if admit.restore_from < 0],
+            [admit.slot for admit in plan.admits],
+            [admit.num_cached for admit in plan.admits],
+        )
+        sent = upload_together([np.array(each, np.int32) for each in lists], self.device)
+        self.rows_NX.index_fill_(0, sent[0].long(), 0)
+        self.progress.lengths_N[sent[1].long()] = sent[2]
+
+    def _parts(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        """Return the token ranges of chunks before and after saved states, and their targets."""
+        parts, targets, start = [], [], plan.num_decoded
+        for chunk in plan.chunks:
+            parts += [start, start + chunk.save_at * (chunk.save_to >= 0)]
+            targets += [chunk.save_to, chunk.slot]
+            start += chunk.num_tokens
+        sent = [np.array(each, np.int32) for each in ([*parts, start], targets)]
+        parts_X, targets_X = upload_together(sent, self.device)
+        return parts_X, targets_X
+
+    def forget(self) -> None:
+        """Free the memory. The states must not be used any more."""
+        for owner in self.progress.owners:
+            del owner.states
+        del self.rows_NX, self.saved_NX, self.by_layer
+
+
+def part(rows_NX: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return a view of the first elements of every row, with a dtype and shape."""
+    return rows_NX.view(dtype)[:, : prod(shape)].view(len(rows_NX), *shape)
+
+
+def pin(tensor: Tensor, owner: object) -> None:
+    """Pin the memory until the owner is deleted. Raise ConfigError with CUDA's error if it fails.
+
+    torch's own pinned allocations may be rounded up to a power of two.
+    """
+    cuda, address = torch.cuda.cudart(), tensor.data_ptr()
+    if (said := cuda.cudaHostRegister(address, tensor.nbytes, 0)) != cuda.cudaError.success:
+        raise ConfigError(f"cache.checkpoint_host_gib: {torch.cuda.CudaError(int(said))}")
+    finalize(owner, cuda.cudaHostUnregister, address)
+
+
+def states_of(layout: CacheLayout, **sizes: Any) -> States | None:  # noqa: ANN401
+    """Return the states of a model with this layout, or None. `sizes`: arguments of States."""
+    return None if layout.state is None else States(layout.state, **sizes)

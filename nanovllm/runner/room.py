@@ -16,8 +16,7 @@ from nanovllm_kernels.library_linear import ADDED_LINEAR
 from nanovllm.config import ConfigError, given_or
 from nanovllm.kv.split import Split, running_bytes
 from nanovllm.models.decoder import Decoder
-from nanovllm.runner.resolved import Resolved
-from nanovllm.runner.sizing import GIB
+from nanovllm.runner.resolved import GIB, Resolved
 
 NO_LIMIT = 1 << 60  # control groups without a limit report a larger number
 WORKSPACE = 32 << 20  # cuBLAS workspace that torch allocates
@@ -154,7 +153,7 @@ def gib(num_bytes: float) -> str:
 
 
 def step_bytes(found: Resolved, model: Decoder, *, fuses_gate: bool) -> int:
-    """Return the bytes of one rank, besides the weights, while `warm.largest_steps` runs.
+    """Return the bytes of one rank, besides the weights, while `build.largest_steps` runs.
 
     They are the slots' columns, two pages, and the larger of two steps: a full prefill, or a row
     with its drafts in every slot. `model` may be on the meta device. `fuses_gate`: gate and up are

@@ -16,12 +16,10 @@ from nanovllm.attention.base import AttentionBackend, Batch, ForwardContext
 from nanovllm.models.decoder import Decoder
 from nanovllm.plan import Masks, StepPlan, mode_key
 from nanovllm.runner.batch import BatchPrep, RowBuilder, StepRows
-from nanovllm.runner.caches import Caches
+from nanovllm.runner.caches import Caches, NoStates, States
 from nanovllm.runner.expert_load import ExpertCounter
-from nanovllm.runner.graphs import DecodeGraphs, borrowed, largest_graph
-from nanovllm.runner.piecewise import PiecewiseGraphs
+from nanovllm.runner.graphs import DecodeGraphs, PiecewiseGraphs, borrowed, largest_graph
 from nanovllm.runner.results import DeviceClock, Handle, StepCopy, start_copy
-from nanovllm.runner.states import NoStates, States
 from nanovllm.sampling.base import Sampled, SampleRows
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling.vetting import Vetting

@@ -30,10 +30,9 @@ from nanovllm.cli import commands
 from nanovllm.cli.commands import capture_graphs, lacks_gpu
 from nanovllm.config import ConfigError, Kernels, Speculate, load_config
 from nanovllm.runner.batch import StepRows
-from nanovllm.runner.build import Built
+from nanovllm.runner.build import Built, padding_rows
 from nanovllm.runner.graphs import Captured, graph_sizes, obstacles
 from nanovllm.runner.runner import Forwarded, Runner
-from nanovllm.runner.warm import padding_rows
 from tests.models.tiny import CASES, config_of, make_tiny
 from tests.runner.tape import capture_on_tapes
 from tests.whole_engine import WholeEngine, small_demo

@@ -25,7 +25,7 @@ from nanovllm.parallel.places import Place, RankLostError, places_of
 from nanovllm.parallel.ring import RING_BYTES, RingWriter, ring
 from nanovllm.plan import Masks, StepPlan
 from nanovllm.runner.build import cpu_threads
-from nanovllm.runner.states import NoStates
+from nanovllm.runner.caches import NoStates
 from nanovllm.wire import FinishReason, Sampling
 from tests.models.corrupted import POISON, VALUES, poisoned
 from tests.models.tiny import CASES, config_of, make_tiny

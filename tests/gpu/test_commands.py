@@ -20,9 +20,8 @@ from nanovllm.bench import kv, record
 from nanovllm.cli.commands import capture_graphs
 from nanovllm.config import load_config
 from nanovllm.runner.build import build
-from nanovllm.runner.graphs import graph_sizes
-from nanovllm.runner.piecewise import piecewise_sizes
-from nanovllm.runner.sizing import GIB
+from nanovllm.runner.graphs import graph_sizes, piecewise_sizes
+from nanovllm.runner.resolved import GIB
 
 
 @pytest.mark.gpu

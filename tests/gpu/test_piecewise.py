@@ -14,8 +14,7 @@ from nanovllm.config import Cache, Kernels, Schedule, Server
 from nanovllm.plan import Chunk, StepPlan
 from nanovllm.runner.batch import StepRows
 from nanovllm.runner.build import build
-from nanovllm.runner.graphs import borrowed, graph_sizes
-from nanovllm.runner.piecewise import piecewise_sizes
+from nanovllm.runner.graphs import borrowed, graph_sizes, piecewise_sizes
 from nanovllm.runner.runner import Runner
 from tests.gpu.test_engine import SHAPE
 from tests.models.tiny import config_of, make_tiny

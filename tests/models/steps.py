@@ -17,8 +17,8 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.models.weights import default_dtype, fill
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.plan import Chunk
+from nanovllm.runner.caches import states_of
 from nanovllm.runner.resolved import with_short_states
-from nanovllm.runner.states import states_of
 from nanovllm.sampling.shards import Shard
 from tests.models.tiny import config_of
 

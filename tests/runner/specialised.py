@@ -35,7 +35,7 @@ from nanovllm.layers import ops
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.parallel.nccl import Links, NcclMesh
 from nanovllm.parallel.peers import CAPACITY
-from nanovllm.runner import build, graphs, resolved, warm
+from nanovllm.runner import build, graphs, resolved
 from nanovllm.runner.graphs import Captured, DecodeGraphs
 from tests.hopper import Hopper
 from tests.parallel.test_nccl import Recorded
@@ -308,12 +308,12 @@ def built_for(notes: Notes) -> Callable[..., build.Built]:
             notes.note(job.function, (("kind", job.arguments),))
         runner, recipe = build.with_caches(found, model)
         device = runner.device
-        warm.largest_steps(runner, recipe)
+        build.largest_steps(runner, recipe)
         runner.device = Cuda("cpu")
-        warm.warm_up(runner, recipe)
+        build.warm_up(runner, recipe)
         runner.device = device
         assert not graphs.obstacles(recipe), graphs.obstacles(recipe)
-        warm.capture(runner, recipe)
+        build.capture(runner, recipe)
         notes.is_warming = False
         return build.Built(runner, recipe, found.model_config.vocab_size, found.layout)
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.runner.batch import BatchPrep
+from nanovllm.runner.batch import BatchPrep, Slots
 from nanovllm.runner.runner import Runner
-from nanovllm.runner.slots import Slots
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.wire import Sampling
 from tests.runner.plans import Plans, admit

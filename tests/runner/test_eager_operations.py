@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.base import Batch, ForwardContext
-from nanovllm.runner.piecewise import PiecewiseGraphs, no_rows
+from nanovllm.runner.graphs import PiecewiseGraphs, no_rows
 from tests.runner.tape import Tape
 
 CPU = torch.device("cpu")

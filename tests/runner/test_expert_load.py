@@ -14,8 +14,8 @@ import torch
 
 from nanovllm.experts import decode_lines
 from nanovllm.runner import expert_load
+from nanovllm.runner.build import run_padding
 from nanovllm.runner.expert_load import ExpertCounter
-from nanovllm.runner.warm import run_padding
 from tests.models.steps import load
 from tests.models.tiny import CASES, config_of, make_tiny
 from tests.whole_engine import WholeEngine

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from nanovllm.config import load_config
-from nanovllm.runner import warm
-from nanovllm.runner.build import build
+from nanovllm.runner import build
 from nanovllm.runner.runner import Runner
 
 
@@ -25,14 +24,15 @@ class TakenForAGpu(str):
 )
 def test_no_row_is_longer_than_a_request_or_empty(change, steps, monkeypatch) -> None:
     """Otherwise no pages are mapped for the row's tokens, and the engine would not start."""
-    built, ran, run = build(load_config(None, [change], {"device": "cpu"})), [], warm.run_padding
+    built = build.build(load_config(None, [change], {"device": "cpu"}))
+    ran, run = [], build.run_padding
 
     def noted(runner: Runner, num_rows: int, tokens_each: int) -> None:
         ran.append((num_rows, tokens_each))
         run(runner, num_rows, tokens_each)
 
-    monkeypatch.setattr(warm, "run_padding", noted)
+    monkeypatch.setattr(build, "run_padding", noted)
     monkeypatch.setattr(built.runner, "device", TakenForAGpu("cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    warm.warm_up(built.runner, built.recipe)
+    build.warm_up(built.runner, built.recipe)
     assert ran == steps

@@ -14,9 +14,9 @@ from nanovllm.bench.graphs import occupy
 from nanovllm.layers.residual import Residual
 from nanovllm.plan import Chunk, StepPlan
 from nanovllm.runner.batch import StepRows
-from nanovllm.runner.piecewise import piecewise_sizes
+from nanovllm.runner.build import padding_rows
+from nanovllm.runner.graphs import piecewise_sizes
 from nanovllm.runner.runner import Runner
-from nanovllm.runner.warm import padding_rows
 from tests.models.tiny import config_of, make_tiny
 from tests.runner.tape import capture_on_tapes
 from tests.whole_engine import WholeEngine, prompts_of, small_demo

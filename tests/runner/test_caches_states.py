@@ -12,8 +12,8 @@ from nanovllm.config import ConfigError, Recipe, Schedule, Speculate
 from nanovllm.kv.layout import CacheLayout, StateGroup
 from nanovllm.kv.split import running_bytes
 from nanovllm.plan import Admit, Chunk, StepPlan
-from nanovllm.runner.states import States, pin
-from nanovllm.runner.warm import run_padding
+from nanovllm.runner.build import run_padding
+from nanovllm.runner.caches import States, pin
 from nanovllm.wire import Sampling
 from tests.models.steps import CPU
 from tests.models.tiny import CASES, config_of, make_tiny

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.config import Cache, Recipe, Schedule
-from nanovllm.runner.sizing import GIB, num_pages_that_fit
+from nanovllm.runner.resolved import GIB, num_pages_that_fit
 from tests.kv.test_split import NEXT, PAGE
 
 GPU = torch.device("cuda", 0)
