@@ -25,6 +25,7 @@ log2(scale). The weights that multiply latents are then at most 1, for any scale
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ from nanovllm_kernels.latent_cases import all_rows, by_position, case_of, weight
 from nanovllm_kernels.paged_decode import (
     FLOAT16_LIFT,
     MAX_WIDTH,
+    DecodeKernel,
     beside_cache,
     dot,
     merged_parts,
@@ -127,6 +129,9 @@ def latent_decode(
     )
     merge(o_THX, partial_o, partial_lse, starts_R1, plan_N5, W=width, **more)
     return o_THX
+
+
+DECODE = DecodeKernel(plan_decode, latent_decode, max_width=sys.maxsize)
 
 
 def merge(

@@ -36,7 +36,7 @@ from nanovllm_kernels.compile_cache import CachedCompile, Compiled
 from nanovllm_kernels.device import follows
 from nanovllm_kernels.latent_decode import merge
 from nanovllm_kernels.like import compiled, like
-from nanovllm_kernels.paged_decode import plan_lanes, results_of
+from nanovllm_kernels.paged_decode import MAX_WIDTH, DecodeKernel, plan_lanes, results_of
 from nanovllm_kernels.ring_cute import (
     READ_ONCE,
     exchange,
@@ -59,7 +59,6 @@ PIECE = 16  # pairs per warp
 LOWEST = -1e30  # less than all scores, and finite, so that differences are not NaN
 NEAR = 8  # rise of the maximum score, as a power of 2, that does not rescale the sums
 LOG2_E = math.log2(math.e)
-MAX_WIDTH = 8  # new tokens of a row
 COLUMNS = 128  # of a group's product; with 256 the compiler exceeds the registers at launch
 SUMMERS, SCORER, LOADER = 2, 2, 3  # warp groups; groups 0 and 1 accumulate
 SUMMER_REGISTERS, SCORER_REGISTERS, LOADER_REGISTERS = 176, 120, 40
@@ -132,6 +131,9 @@ def latent_decode(
     more = {"RAGGED": starts_R1 is not None, "WAITS": waits, "launch_pdl": waits}
     merge(o_THX, partial_o, partial_lse, starts_R1, plan_N5, W=width, **more)
     return o_THX
+
+
+DECODE = DecodeKernel(plan_decode, latent_decode, MAX_WIDTH, obstacle)
 
 
 @CachedCompile

@@ -30,6 +30,9 @@ running maximum and the partial results must then not become NaN.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -53,6 +56,24 @@ FLOAT16_LIFT = tl.constexpr(14.0)
 MERGED = 16  # partial results combined at once
 MAX_WIDTH = 8  # new tokens of a row
 OVERLAPPED_ROWS = 8
+
+
+def supports_all(**_: object) -> None:
+    """Return None: the kernel supports every cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeKernel:
+    """An implementation of attention for decode rows, over pages of keys and values or of latents.
+
+    `plan` runs once per step and `attend` in every layer. The Triton kernels of both kinds define
+    the arguments: here plan_decode and paged_decode, for latents those of latent_decode.
+    """
+
+    plan: Callable[..., Any]
+    attend: Callable[..., Tensor]
+    max_width: int  # new tokens of a row
+    obstacle: Callable[..., str | None] = supports_all  # the reason why a cache is not supported
 
 
 def block_tokens(pages_PSGA: Tensor) -> int:
@@ -128,6 +149,9 @@ def paged_decode(
         partial_o, partial_lse, starts_R1, plan_N5, o_THA, MERGED=MERGED, num_warps=1, **both
     )
     return o_THA
+
+
+DECODE = DecodeKernel(plan_decode, paged_decode, MAX_WIDTH)
 
 
 def results_of(

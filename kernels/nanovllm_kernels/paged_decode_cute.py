@@ -41,7 +41,7 @@ from torch import Tensor
 from nanovllm_kernels import eight_bits_cute as eight_bits, paged_decode as triton_decode
 from nanovllm_kernels.compile_cache import CachedCompile, Compiled
 from nanovllm_kernels.like import compiled, like
-from nanovllm_kernels.paged_decode import plan_lanes, results_of
+from nanovllm_kernels.paged_decode import MAX_WIDTH, DecodeKernel, plan_lanes, results_of
 from nanovllm_kernels.ring_cute import READ_ONCE, next_stage, of_four
 
 BLOCK = 64  # tokens
@@ -56,7 +56,6 @@ MERGED = 8  # partial results loaded at once
 QUAD = 4  # elements of a result that a thread handles together
 LOG2_E = math.log2(math.e)
 MAX_PAIRS = 16  # pairs of new token and query head per key/value head: the rows of a tensor core
-MAX_WIDTH = 8  # new tokens of a row
 
 
 class Plan(NamedTuple):
@@ -96,18 +95,10 @@ def plan_decode(lengths_R: Tensor, k_PSGA: Tensor) -> Plan:
 
 
 def paged_decode(
-    q_THA: Tensor,
-    k_PSGA: Tensor,
-    v_PSGA: Tensor,
-    page_table_RM: Tensor,
-    lengths_R: Tensor,
-    plan: Plan,
-    out_THA: Tensor | None = None,
-    *,
-    starts_R1: Tensor | None = None,
-    width: int = 1,
+    q_THA: Tensor, k_PSGA: Tensor, v_PSGA: Tensor, page_table_RM: Tensor, lengths_R: Tensor,
+    plan: Plan, out_THA: Tensor | None = None, *, starts_R1: Tensor | None = None, width: int = 1,
     scales_2G: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute paged_decode, with the same arguments except for the plan.
 
     More than MAX_PAIRS pairs go to the Triton kernel, with a new plan in every layer.
@@ -131,6 +122,9 @@ def paged_decode(
         caches = k_PSGA.view(torch.float16), v_PSGA.view(torch.float16)
     compile_decode(*kind)(*caches, given)
     return o_THA
+
+
+DECODE = DecodeKernel(plan_decode, paged_decode, MAX_WIDTH, obstacle)
 
 
 @CachedCompile

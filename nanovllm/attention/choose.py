@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from msgspec.structs import replace
@@ -14,10 +13,23 @@ from nanovllm.attention import BACKENDS
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.grouped import pageless
 from nanovllm.config import ConfigError, Kernels
-from nanovllm.kv.layout import CacheLayout
+from nanovllm.kv.layout import CacheKind, CacheLayout
 from nanovllm.registry import resolve
 
+if TYPE_CHECKING:  # the import loads Triton
+    from nanovllm_kernels.paged_decode import DecodeKernel
+
 PREFERRED = {"cuda": ("flash", "triton", "torch"), "cpu": ("torch",)}  # by device type
+DECODE: dict[CacheKind, dict[str, str]] = {  # the import of a CuTe DSL module takes a second
+    "grouped": {
+        "triton": "nanovllm_kernels.paged_decode:DECODE",
+        "cute": "nanovllm_kernels.paged_decode_cute:DECODE",
+    },
+    "latent": {
+        "triton": "nanovllm_kernels.latent_decode:DECODE",
+        "cute": "nanovllm_kernels.latent_decode_cute:DECODE",
+    },
+}
 
 
 def choose_backend(
@@ -56,7 +68,8 @@ def choose_backend(
             passed_over += [f"decode by cute: {reason}"] if reason else []
             decode = "triton" if reason else "cute"
         chosen = replace(kernels, attention=name, decode=decode)
-        found = backend(like, decode_module(layout, decode))
+        kind = layout.paged[0].kind
+        found = backend(like, decode_kernel(kind, decode), kind)
         return found, chosen, "; ".join(passed_over)
     raise ConfigError(f"kernels.attention: {'; '.join(passed_over)}")
 
@@ -70,10 +83,9 @@ def cute_obstacle(
     if find_spec("cutlass") is None:
         return "the package nvidia-cutlass-dsl is not installed"
     group = layout.paged[0]
-    obstacle = decode_module(layout, "cute").obstacle
-    reason: str | None
-    if group.v_size == 0:  # the number of heads is checked later, by layer
-        reason = obstacle(
+    kernel = decode_kernel(group.kind, "cute")
+    if group.kind == "latent":  # the number of heads is checked later, by layer
+        return kernel.obstacle(
             num_heads=64,
             rank=group.k_size - 64,
             rotated=64,
@@ -81,14 +93,9 @@ def cute_obstacle(
             dtype=dtype,
             is_fp8=group.bytes_per_element == 1,
         )
-    else:
-        reason = obstacle(page_tokens, group.k_size, dtype)
-    return reason
+    return kernel.obstacle(page_tokens, group.k_size, dtype)
 
 
-def decode_module(layout: CacheLayout, kind: str) -> ModuleType:
-    """Return the kernel's module. The import of a CuTe DSL module takes a second."""
-    name = "latent_decode" if layout.paged[0].v_size == 0 else "paged_decode"
-    if kind == "cute":
-        name += "_cute"
-    return import_module(f"nanovllm_kernels.{name}")
+def decode_kernel(kind: CacheKind, name: str) -> DecodeKernel:
+    kernel: DecodeKernel = resolve(DECODE[kind], name)
+    return kernel

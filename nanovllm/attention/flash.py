@@ -8,25 +8,31 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import torch
-from nanovllm_kernels import paged_decode as triton_decode
 from nanovllm_kernels.device import is_hopper
 from nanovllm_kernels.fp8_reference import FP8
+from nanovllm_kernels.paged_decode import DECODE as TRITON_DECODE, DecodeKernel
 from nanovllm_kernels.paged_prefill import paged_prefill
 
 from nanovllm.attention.base import Attend, Batch
 from nanovllm.attention.grouped import PagedKV
 from nanovllm.attention.latent_rows import bind_latents
-from nanovllm.attention.paged import DecodeKernel, RowsAttend, bind_rows, obstacle_of_shapes
-from nanovllm.kv.layout import CacheLayout
+from nanovllm.attention.paged import RowsAttend, bind_rows, obstacle_of_shapes
+from nanovllm.kv.layout import CacheKind, CacheLayout
 
 MAX_HEAD_SIZE = 256
 
 
 class FlashPaged:
-    def __init__(self, like: PagedKV, decode: DecodeKernel = triton_decode) -> None:
-        """`like` is a cache with the shape and dtype of every layer's; its pages do not matter."""
+    def __init__(
+        self, like: PagedKV, decode: DecodeKernel = TRITON_DECODE, kind: CacheKind = "grouped"
+    ) -> None:
+        """`like` is a cache with the shape and dtype of every layer's; its pages do not matter.
+
+        `decode` is a kernel for caches of this kind.
+        """
         self.like = like
         self.decode = decode
+        self.kind = kind
 
     @staticmethod
     def supports(device: torch.device, layout: CacheLayout, page_tokens: int) -> str | None:
@@ -36,8 +42,8 @@ class FlashPaged:
         if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
             return "the package flash-attn-4 is not installed"
         for group in layout.paged:
-            if group.v_size == 0:
-                continue  # latents; expanded keys and values may have any sizes
+            if group.kind == "latent":
+                continue  # expanded keys and values may have any sizes
             if group.bytes_per_element > 2:
                 return "flash-attn-4 computes in bfloat16; the cache is wider"
             if max(group.k_size, group.v_size) > MAX_HEAD_SIZE or group.k_size % 16:
@@ -45,7 +51,7 @@ class FlashPaged:
         return obstacle_of_shapes(layout)
 
     def bind(self, batch: Batch) -> Attend:
-        if self.like.width == 0:
+        if self.kind == "latent":
             return bind_latents(batch, self.like.k_PSGA.shape[1], self.decode, expands=True)
         return bind_rows(self.like, batch, self._bind_chunks, self.decode)
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from nanovllm_kernels import latent_decode as triton_decode
 from nanovllm_kernels.case import bits
+from nanovllm_kernels.latent_decode import DECODE as TRITON_DECODE
 from nanovllm_kernels.latent_reference import dequantised
+from nanovllm_kernels.paged_decode import DecodeKernel
 from torch import Tensor
 
 from nanovllm.attention.base import Attend, Batch
@@ -34,11 +34,8 @@ MOST_ABSORBED = 1024  # maximum absorbed chunk tokens of a step: 256 MB with 128
 SLOWER = 2  # cost of an absorbed operation relative to an expanded one
 
 
-def bind_latents(batch: Batch, page_tokens: int, kernel: ModuleType, *, expands: bool) -> Attend:
-    """Bind a step's rows. `kernel` is a module with the functions of latent_decode.
-
-    `expands` is True if flash-attn-4 is available.
-    """
+def bind_latents(batch: Batch, page_tokens: int, kernel: DecodeKernel, *, expands: bool) -> Attend:
+    """Bind a step's rows. `expands` is True if flash-attn-4 is available."""
     at = batch.num_decode_tokens
     rows = batch.decodes()
     decode = Absorbed(
@@ -58,7 +55,7 @@ def bind_latents(batch: Batch, page_tokens: int, kernel: ModuleType, *, expands:
 class Absorbed:
     """Attention in the latent space, for rows of few tokens."""
 
-    kernel: ModuleType
+    kernel: DecodeKernel
     page_table_RM: Tensor
     lengths_R: Tensor
     starts_R1: Tensor | None  # None if every row has one token
@@ -69,9 +66,9 @@ class Absorbed:
         (num_heads, size, _), pages = cache.key_HAX.shape, cache.pages_PSX
         if self.plan is None:
             self.kernel = self.fitting(cache, q_THA)
-            self.plan = self.kernel.plan_decode(self.lengths_R, pages, num_heads, self.width)
+            self.plan = self.kernel.plan(self.lengths_R, pages, num_heads, self.width)
         q_HTX = torch.bmm(q_THA[..., :size].transpose(0, 1), cache.key_HAX)
-        o_THX = self.kernel.latent_decode(
+        o_THX = self.kernel.attend(
             q_HTX.transpose(0, 1),
             q_THA[..., size:],
             pages_PSX=pages,
@@ -87,11 +84,10 @@ class Absorbed:
         into(out_THA, o_THX.transpose(0, 1), cache.value_HAX)
         return out_THA
 
-    def fitting(self, cache: Latents, q_THA: Tensor) -> ModuleType:
+    def fitting(self, cache: Latents, q_THA: Tensor) -> DecodeKernel:
         """Return the kernel, or the portable one if it does not support these heads or rows."""
         (num_heads, size, rank), pages = cache.key_HAX.shape, cache.pages_PSX
-        obstacle = getattr(self.kernel, "obstacle", lambda **_: None)
-        reason = obstacle(
+        reason = self.kernel.obstacle(
             num_heads=num_heads,
             rank=rank,
             rotated=q_THA.shape[2] - size,
@@ -99,8 +95,8 @@ class Absorbed:
             dtype=q_THA.dtype,
             is_fp8=pages.dtype == torch.uint8,
         )
-        most = getattr(self.kernel, "MAX_WIDTH", self.width)
-        return self.kernel if reason is None and self.width <= most else triton_decode
+        fits = reason is None and self.width <= self.kernel.max_width
+        return self.kernel if fits else TRITON_DECODE
 
 
 def into(out_THA: Tensor, x_HTX: Tensor, matrix_HAX: Tensor) -> None:
@@ -160,7 +156,7 @@ def absorbed_chunks(batch: Batch, at: int) -> Absorbed:
     lengths = (batch.lengths_R - counts_R)[of_row] + ends
     starts = torch.cat([starts_R1[:1], starts_R1[of_row] + ends])
     return Absorbed(
-        kernel=triton_decode,
+        kernel=TRITON_DECODE,
         page_table_RM=batch.page_table_RM[of_row],
         lengths_R=lengths,
         starts_R1=starts,

@@ -8,17 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any
 
-from nanovllm_kernels import paged_decode as triton_decode
+from nanovllm_kernels.paged_decode import DECODE as TRITON_DECODE, DecodeKernel
 from torch import Tensor
 
 from nanovllm.attention.base import Attend, Batch
 from nanovllm.attention.grouped import PagedKV
 from nanovllm.kv.layout import CacheLayout
 
-DecodeKernel = ModuleType  # a module with the functions of nanovllm_kernels.paged_decode
 CUTE_ROWS = range(9, 129)  # numbers of rows for which the CuTe DSL kernel is faster
 
 
@@ -39,14 +37,14 @@ def bind_rows(
     at, width = batch.num_decodes, batch.decode_width
     if at == 0:
         return bind_chunks(batch)
-    if at not in CUTE_ROWS or width > getattr(kernel, "MAX_WIDTH", 1):
-        kernel = triton_decode
+    if at not in CUTE_ROWS or width > kernel.max_width:
+        kernel = TRITON_DECODE
     rows = batch.decodes()
-    plan = kernel.plan_decode(rows.lengths_R, like.k_PSGA)
-    paged_decode = kernel.paged_decode
+    plan = kernel.plan(rows.lengths_R, like.k_PSGA)
+    attend = kernel.attend
     if width > 1:
-        paged_decode = partial(paged_decode, starts_R1=rows.starts_R1, width=width)
-    decode = RowsAttend(paged_decode, (rows.page_table_RM, rows.lengths_R, plan))
+        attend = partial(attend, starts_R1=rows.starts_R1, width=width)
+    decode = RowsAttend(attend, (rows.page_table_RM, rows.lengths_R, plan))
     if at == len(batch.lengths_R):
         return decode
     return DecodeAndChunks(decode, bind_chunks(batch.chunks()), batch.num_decode_tokens)

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import torch
-from nanovllm_kernels import paged_decode as triton_decode
-from nanovllm_kernels.paged_decode import INTERPRETED
+from nanovllm_kernels.paged_decode import (
+    DECODE as TRITON_DECODE,
+    INTERPRETED,
+    DecodeKernel,
+)
 from nanovllm_kernels.paged_prefill import paged_prefill
 
 from nanovllm.attention.base import Attend, Batch
 from nanovllm.attention.grouped import PagedKV
 from nanovllm.attention.latent_rows import bind_latents
-from nanovllm.attention.paged import DecodeKernel, RowsAttend, bind_rows, obstacle_of_shapes
-from nanovllm.kv.layout import CacheLayout
+from nanovllm.attention.paged import RowsAttend, bind_rows, obstacle_of_shapes
+from nanovllm.kv.layout import CacheKind, CacheLayout
 
 MAX_HEAD_SIZE = 256
 
 
 class TritonPaged:
-    def __init__(self, like: PagedKV, decode: DecodeKernel = triton_decode) -> None:
-        """`like` is a cache with the shape and dtype of every layer's; its pages do not matter."""
+    def __init__(
+        self, like: PagedKV, decode: DecodeKernel = TRITON_DECODE, kind: CacheKind = "grouped"
+    ) -> None:
+        """`like` is a cache with the shape and dtype of every layer's; its pages do not matter.
+
+        `decode` is a kernel for caches of this kind.
+        """
         self.like = like
         self.decode = decode
+        self.kind = kind
 
     @staticmethod
     def supports(device: torch.device, layout: CacheLayout, page_tokens: int) -> str | None:
@@ -28,14 +37,14 @@ class TritonPaged:
         if device.type != "cuda" and not INTERPRETED:
             return f"Triton's kernels run on a GPU, not on {device.type}"
         group = layout.paged[0]
-        if group.v_size == 0:
+        if group.kind == "latent":
             return obstacle_of_shapes(layout)
         if group.k_size != group.v_size or group.k_size > MAX_HEAD_SIZE:
             return f"keys and values must be equally wide, at most {MAX_HEAD_SIZE}"
         return obstacle_of_shapes(layout)
 
     def bind(self, batch: Batch) -> Attend:
-        if self.like.width == 0:
+        if self.kind == "latent":
             return bind_latents(batch, self.like.k_PSGA.shape[1], self.decode, expands=False)
         return bind_rows(self.like, batch, bind_chunks, self.decode)
 

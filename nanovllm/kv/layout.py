@@ -5,14 +5,19 @@ Each model file computes its layout. Sizing, the page allocator and the device s
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Struct
+
+# Kind of a paged cache: keys and values of heads that share them, or latents of all heads (MLA).
+CacheKind = Literal["grouped", "latent"]
 
 
 class PagedGroup(Struct, frozen=True):
     """Layers whose keys and values have the same shape (per rank).
 
-    Latent attention stores one key head and `v_size == 0`, since values come from the same
-    latents. In 8 bits, an element is one byte of a token's row (nanovllm_kernels.latent_reference).
+    Latents are stored as one key head, and `v_size` is 0, since values come from the same latents.
+    In 8 bits, an element is one byte of a token's row (nanovllm_kernels.latent_reference).
     """
 
     layers: tuple[int, ...]
@@ -20,6 +25,7 @@ class PagedGroup(Struct, frozen=True):
     k_size: int  # elements per head
     v_size: int
     bytes_per_element: int
+    kind: CacheKind = "grouped"
 
     @property
     def bytes_per_token(self) -> int:

@@ -195,5 +195,6 @@ class DeepseekV3(Decoder):
             k_size=row_size(rank, rotated, is_fp8=dtype_bytes == 1),
             v_size=0,
             bytes_per_element=dtype_bytes,
+            kind="latent",
         )
         return CacheLayout(paged=(group,))

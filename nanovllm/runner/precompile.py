@@ -39,14 +39,14 @@ def jobs_of(found: Resolved, model: Decoder) -> list[Job]:
     paged, num_ranks = found.layout.paged[0], found.mesh.tp_size
     group = found.model_config.num_attention_heads // num_ranks // paged.num_heads
     jobs: list[Job] = []
-    if paged.v_size == 0:
+    if paged.kind == "latent":
         attn: Any = model.layers[0].attn
         jobs += attn.jobs(found.recipe)
     elif kernels.attention == "flash":
         from nanovllm_kernels.flash_prefill import compile_causal
 
         jobs.append(compile_causal.job(group, page_tokens, paged.k_size, dtype))
-    if kernels.decode == "cute" and paged.v_size:
+    if kernels.decode == "cute" and paged.kind == "grouped":
         from nanovllm_kernels.paged_decode_cute import MAX_PAIRS, compile_decode
 
         asked = found.recipe.speculate

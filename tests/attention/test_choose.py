@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nanovllm_kernels import latent_decode, paged_decode
 from nanovllm_kernels.device import can_overlap, is_hopper
 
 from nanovllm.attention.choose import choose_backend, cute_obstacle
@@ -56,7 +57,7 @@ def test_decode_rows_get_the_portable_kernel_where_there_is_no_hopper(
         return
     backend, kernels, said = choose_backend(asked, CPU, torch.float32, LAYOUT, 16)
     assert (kernels.attention, kernels.decode, said) == ("triton", chosen, passed_over)
-    assert backend.decode.__name__ == "nanovllm_kernels.paged_decode"
+    assert backend.decode is paged_decode.DECODE and backend.kind == "grouped"
     assert backend.like.k_PSGA.shape == (0, 16, 2, 64) and backend.like.k_PSGA.itemsize == 4
 
 
@@ -93,12 +94,12 @@ def test_latents_get_their_own_kernels_and_chunks_flash(
 ) -> None:
     monkeypatch.setattr("nanovllm.attention.triton.TritonPaged.supports", lambda *_: None)
     monkeypatch.setattr("nanovllm.attention.flash.FlashPaged.supports", lambda *_: None)
-    latents = CacheLayout(paged=(PagedGroup((0, 1), 1, 576, 0, 2),))
+    latents = CacheLayout(paged=(PagedGroup((0, 1), 1, 576, 0, 2, "latent"),))
     backend, kernels, _ = choose_backend(
         Kernels(attention=asked), torch.device("cuda"), torch.bfloat16, latents, 64
     )
     assert (kernels.attention, kernels.decode) == (chosen, "triton")
-    assert backend.decode.__name__ == "nanovllm_kernels.latent_decode"
+    assert backend.decode is latent_decode.DECODE and backend.kind == "latent"
     assert backend.like.width == 0
 
 
@@ -108,7 +109,7 @@ def test_latents_of_which_sizes_and_types_the_cute_kernel_is_for(
     monkeypatch.setattr("nanovllm.attention.choose.is_hopper", lambda device: True)
     said = {}
     for size, bytes_each in ((576, 2), (320, 2), (656, 1)):
-        group = PagedGroup((0,), 1, size, 0, bytes_each)
+        group = PagedGroup((0,), 1, size, 0, bytes_each, "latent")
         layout, device = CacheLayout(paged=(group,)), torch.device("cuda")
         said[size] = cute_obstacle(device, torch.bfloat16, layout, 64)
     assert said[576] is None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
 from nanovllm_kernels import attention_reference as reference
+from nanovllm_kernels.paged_decode import DecodeKernel
 from torch import Tensor
 
 from nanovllm.attention import paged, triton
@@ -18,14 +19,14 @@ HEADS = 4, 2, 16
 
 
 class Kernels:
-    """Stand-ins for the Triton and the CuTe module that call the reference."""
+    """Stand-ins for the Triton and the CuTe kernel that call the reference."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, object]]] = []
-        self.triton = self.module("triton", 8)
-        self.cute = self.module("cute", 2)
+        self.triton = self.kernel("triton", 8)
+        self.cute = self.kernel("cute", 2)
 
-    def module(self, name: str, max_width: int) -> SimpleNamespace:
+    def kernel(self, name: str, max_width: int) -> DecodeKernel:
         def plan_decode(lengths_R: Tensor, k_PSGA: Tensor) -> tuple[str, int, tuple[int, ...]]:
             return name, len(lengths_R), tuple(k_PSGA.shape[1:])
 
@@ -46,9 +47,7 @@ class Kernels:
             o_THA = reference.paged_prefill(q_THA, k_PSGA, v_PSGA, *rows)
             return o_THA if out_THA is None else out_THA.copy_(o_THA)
 
-        return SimpleNamespace(
-            plan_decode=plan_decode, paged_decode=paged_decode, MAX_WIDTH=max_width
-        )
+        return DecodeKernel(plan_decode, paged_decode, max_width)
 
 
 def by_definition(
@@ -72,7 +71,7 @@ def by_definition(
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     found = Kernels()
-    monkeypatch.setattr(paged, "triton_decode", found.triton)
+    monkeypatch.setattr(paged, "TRITON_DECODE", found.triton)
     monkeypatch.setattr(triton, "paged_prefill", by_definition)
     return found
 
@@ -107,10 +106,10 @@ def test_rows_and_tokens_are_split_where_chunks_begin(
         assert ragged["starts_R1"].diff().tolist() == counts
 
 
-def test_a_kernel_that_knows_no_widths_serves_rows_of_one_token(kernels: Kernels) -> None:
-    del kernels.cute.MAX_WIDTH
+def test_a_kernel_without_widths_serves_rows_of_one_token(kernels: Kernels) -> None:
+    cute = replace(kernels.cute, max_width=1)
     q_THA, cache, batch = make_batch([30] * 9, [1] * 9, HEADS, 16, torch.float32, CPU)
-    o_THA = TritonPaged(cache, kernels.cute).bind(batch)(cache, q_THA)
+    o_THA = TritonPaged(cache, cute).bind(batch)(cache, q_THA)
     assert error_share(o_THA, q_THA, cache, batch) < 8
     assert kernels.calls == [("cute", {})]
 

@@ -5,8 +5,8 @@ The steps are those of tests/gpu/test_latent.py, with a stand-in in plain torch.
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import nanovllm_kernels.flash_prefill
@@ -14,6 +14,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from nanovllm_kernels import latent_reference
+from nanovllm_kernels.paged_decode import DecodeKernel
 from torch import Tensor
 
 from nanovllm.attention import choose, latent_rows
@@ -87,12 +88,12 @@ def test_expanded_chunks_agree_with_the_reference(
     def decode(q_THX: Tensor, *rows: Any, **ragged: Any) -> Tensor:
         return latent_reference.latent_decode(q_THX, *rows, **ragged).to(q_THX.dtype)
 
-    decoding = SimpleNamespace(plan_decode=lambda *_: None, latent_decode=decode)
+    decoding = DecodeKernel(plan=lambda *_: None, attend=decode, max_width=sys.maxsize)
     monkeypatch.setattr(nanovllm_kernels.flash_prefill, "compile_expanded", compiled)
     monkeypatch.setattr(LatentAttention, "jobs", lambda *_: [])
     monkeypatch.setattr(FlashPaged, "supports", staticmethod(lambda *_: None))
-    monkeypatch.setattr(choose, "decode_module", lambda *_: decoding)
-    monkeypatch.setattr(latent_rows, "triton_decode", decoding)
+    monkeypatch.setattr(choose, "decode_kernel", lambda *_: decoding)
+    monkeypatch.setattr(latent_rows, "TRITON_DECODE", decoding)
     in_small_pieces(monkeypatch)
     recipe = replace(tiny[0].recipe, dtype="bfloat16", kernels=Kernels(attention="flash"))
     engine = engine_of(replace(tiny[0], recipe=recipe), cached, drafts=drafts)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace as replaced
-from nanovllm_kernels import latent_decode
+from nanovllm_kernels.latent_decode import DECODE
 from nanovllm_kernels.latent_reference import row_size, stored
 from torch import Tensor
 
@@ -118,7 +118,7 @@ def test_absorbed(name: str, dtype: torch.dtype, is_fp8: bool) -> None:
     heads = LatentHeads()
     heads.cache = cache
     out_THA = heads.empty(q_THA)
-    attend = TritonPaged(like, latent_decode).bind(batch)
+    attend = TritonPaged(like, DECODE, "latent").bind(batch)
     assert attend(cache, q_THA, out_THA) is out_THA
     close(out_THA, expected, torch.bfloat16 if is_fp8 else dtype)
     assert torch.equal(attend(cache, q_THA), out_THA)
@@ -144,9 +144,8 @@ def test_expanded(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
             q_THA, cache, like, batch = made(name, torch.bfloat16, is_fp8=is_fp8)
             expected = TorchPaged(like).bind(batch)(cache, q_THA)
             pieces.clear()
-            close(
-                FlashPaged(like, latent_decode).bind(batch)(cache, q_THA), expected, torch.bfloat16
-            )
+            attend = FlashPaged(like, DECODE, "latent").bind(batch)
+            close(attend(cache, q_THA), expected, torch.bfloat16)
             cached = [chunk.start for chunk in batch.planned]
             older = [a - b for a, b in zip(cached, newest_of(cached), strict=True)]
             assert pieces == [True] + [False] * len(list(spans_of(older)))
@@ -179,9 +178,9 @@ def test_what_is_no_number_stays_its_rows_own(piece: int, monkeypatch) -> None:
     monkeypatch.setattr(latent_rows, "SLOWER", 1e9)
     q_THA, cache, like, batch = made("chunks", torch.float32)
     monkeypatch.setattr(latent_rows, "can_expand", lambda *_: True)
-    expected = FlashPaged(like, latent_decode).bind(batch)(cache, q_THA)
+    expected = FlashPaged(like, DECODE, "latent").bind(batch)(cache, q_THA)
     cache.pages_PSX[batch.page_table_RM[3, 0], 2, 5] = torch.nan
-    found = FlashPaged(like, latent_decode).bind(batch)(cache, q_THA)
+    found = FlashPaged(like, DECODE, "latent").bind(batch)(cache, q_THA)
     own = slice(*batch.starts_R1[3:5].tolist())
     assert found[own][2:].isnan().all()  # from this token on
     found[own] = expected[own]
@@ -255,15 +254,14 @@ def test_the_newest_tokens_of_the_first_rows_are_expanded_at_once(
 
 
 def test_a_kernel_that_is_not_for_these_heads_is_passed_over() -> None:
-    class Never:
-        @staticmethod
-        def obstacle(**kind: object) -> str:
-            assert kind == {
-                "num_heads": HEADS, "rank": RANK, "rotated": ROTATED, "page_tokens": PAGE,
-                "dtype": torch.float32, "is_fp8": False,
-            }  # fmt: skip
-            return "no"
+    def obstacle(**kind: object) -> str:
+        assert kind == {
+            "num_heads": HEADS, "rank": RANK, "rotated": ROTATED, "page_tokens": PAGE,
+            "dtype": torch.float32, "is_fp8": False,
+        }  # fmt: skip
+        return "no"
 
+    never = replace(DECODE, obstacle=obstacle)
     _, cache, _, batch = made("decode", torch.float32)
-    rows = Absorbed(Never, batch.page_table_RM, batch.lengths_R, None, 1)  # type: ignore[arg-type]
-    assert rows.fitting(cache, torch.empty(4, HEADS, KEY + ROTATED)) is latent_rows.triton_decode
+    rows = Absorbed(never, batch.page_table_RM, batch.lengths_R, None, 1)
+    assert rows.fitting(cache, torch.empty(4, HEADS, KEY + ROTATED)) is DECODE

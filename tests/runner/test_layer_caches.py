@@ -61,7 +61,9 @@ def test_a_runner_with_other_caches_binds_the_model_to_them() -> None:
 
 def test_pages_of_latents_are_cleaned_and_copied() -> None:
     """Latents have one head and no values; only the layout distinguishes them from other pages."""
-    found = make_caches(CacheLayout((PagedGroup((0, 1), 1, 6, 0, 4),)), 4, 2, torch.float32, CPU)
+    found = make_caches(
+        CacheLayout((PagedGroup((0, 1), 1, 6, 0, 4, "latent"),)), 4, 2, torch.float32, CPU
+    )
     keys, values = found.tensors
     assert keys.shape == (2, 5, 2, 1, 6) and values.numel() == 0
     keys.copy_(torch.arange(keys.numel()).view_as(keys))
