@@ -1,7 +1,7 @@
 """Log-probabilities of drawn tokens and of the best alternatives.
 
 They are the log-softmax of the model's logits, before any feature and before the temperature. Only
-a grammar's mask is applied first (Sampler.apply_mask).
+a grammar's mask is applied first (Sampler.apply_mask), so the allowed tokens share the probability.
 """
 
 from __future__ import annotations

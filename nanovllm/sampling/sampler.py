@@ -111,7 +111,7 @@ class Sampler:
     def apply_mask(self, logits_SV: Tensor, rows: list[int], masks: Masks) -> None:
         """Mask the tokens that the grammars of `rows` forbid, in place.
 
-        Log-probabilities are those of the masked distribution, from which the request draws. The
+        Log-probabilities are computed later, from the masked logits; see sampling/logprobs.py. The
         upload runs while the device computes; only the kernel that uses it waits.
         """
         masks = masks[:, self.shard.words]
