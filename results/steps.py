@@ -35,7 +35,7 @@ from nanovllm.cli.commands import config_of
 from nanovllm.layers.ops import RowTable
 from nanovllm.runner.build import build
 from nanovllm.runner.graphs import DecodeGraphs
-from nanovllm.runner.runner import Runner, share_logits
+from nanovllm.runner.runner import Runner, share_outputs
 
 SMALL = ["schedule.slots=8", "kernels.mixed_graph_tokens=0", "cache.pages=64"]  # quick to build
 ROUNDS = 5
@@ -116,7 +116,7 @@ def measured(runner: Runner, rows: int, context: int) -> tuple[float, Tensor]:
     runner.slots.lengths_N.clamp_(max=context)
     step = partial(runner.forward, runner.builder.padded(rows, 1, runner.slots.max_tokens))
     if runner.device.type == "cuda":
-        graphs = DecodeGraphs(runner.forward, runner.builder, share_logits)
+        graphs = DecodeGraphs(runner.forward, runner.builder, share_outputs)
         graphs.capture([(rows, 1)], runner.slots.max_tokens)
         step = partial(graphs.replay, (rows, 1))
     logits_SV = bench.logits(runner, step).clone()

@@ -69,8 +69,7 @@ def choose_backend(
             decode = "triton" if reason else "cute"
         chosen = replace(kernels, attention=name, decode=decode)
         kind = layout.paged[0].kind
-        found = backend(like, decode_kernel(kind, decode), kind)
-        return found, chosen, "; ".join(passed_over)
+        return backend(like, decode_kernel(kind, decode), kind), chosen, "; ".join(passed_over)
     raise ConfigError(f"kernels.attention: {'; '.join(passed_over)}")
 
 

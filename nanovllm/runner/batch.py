@@ -275,7 +275,7 @@ class BatchPrep:
         slots = self.slots
         num_pages = min(-(-rows.max_length // slots.page_tokens), slots.max_pages)
         if rows.is_decode:
-            found = self._gather(
+            gathered = self._gather(
                 slots_R=rows.slots_R,
                 counts_R=rows.counts_R,
                 lengths_N=slots.lengths_N,
@@ -287,8 +287,8 @@ class BatchPrep:
                 width=rows.width,
             )
         else:
-            found = gather_chunks(rows, slots, num_pages)
-        ids_T, positions_T, slot_mapping_T, slots_T, starts_R1, lengths_R, table_RM = found
+            gathered = gather_chunks(rows, slots, num_pages)
+        ids_T, positions_T, slot_mapping_T, slots_T, starts_R1, lengths_R, table_RM = gathered
         return Batch(
             token_ids_T=ids_T,
             positions_T=positions_T,

@@ -121,12 +121,13 @@ class States:
         self.saved_NX = self.rows_NX.new_zeros(num_checkpoints, row, device=place)
         if in_host and device.type == "cuda" and num_checkpoints:
             pin(self.saved_NX, self)
-        both = self.rows_NX, self.saved_NX
-        recurrent, saved_recurrent = (part(x, recurrent_dtype, matrices) for x in both)
-        conv, saved_conv = (part(x[:, at:], dtype, inputs) for x in both)
+        recurrent = part(self.rows_NX, recurrent_dtype, matrices)
+        saved_recurrent = part(self.saved_NX, recurrent_dtype, matrices)
+        conv = part(self.rows_NX[:, at:], dtype, inputs)
+        saved_conv = part(self.saved_NX[:, at:], dtype, inputs)
         width = group.channels + 2 * group.heads
         shape = (layers, num_slots + 1, 1 + num_drafts, width) if num_drafts else (layers, 0, 0, 0)
-        kept = torch.zeros(shape, dtype=dtype, device=device)
+        step_inputs = torch.zeros(shape, dtype=dtype, device=device)
         int32 = partial(torch.zeros, dtype=torch.int32, device=device)
         self.progress = StateProgress(int32(num_slots + 1), int32(most_rows), [])
         key_heads = (group.channels - group.heads * group.value_size) // (2 * group.key_size)
@@ -136,7 +137,7 @@ class States:
                 conv_NCW=conv[:, nth],
                 recurrent_NHKV=recurrent[:, nth],
                 tickets_RG=tickets_RG,
-                kept_NWX=kept[nth] if num_drafts else None,
+                kept_NWX=step_inputs[nth] if num_drafts else None,
                 progress=self.progress,
                 saved=(saved_conv[:, nth], saved_recurrent[:, nth]),
             )

@@ -27,6 +27,11 @@ from nanovllm.attention.base import EagerOperation, ForwardContext
 from nanovllm.config import Recipe
 from nanovllm.runner.batch import RowBuilder, StepRows, rowless
 
+MOST_DRAFTED = 512  # tokens; larger steps run longer than their launches take, so need no graph
+Size = tuple[int, int]  # tokens, and the maximum tokens of a row (width)
+Shape = tuple[torch.Size, torch.dtype]  # of one token's result
+Graph = Any  # a torch.cuda.CUDAGraph, or a test's substitute
+
 
 def graph_sizes(most: int) -> list[int]:
     """Return the numbers of tokens to capture. Padding is at most about 10 %, 7 rows below 64."""
@@ -51,18 +56,14 @@ def largest_graph(num_slots: int, width: int) -> int:
 
 def obstacles(recipe: Recipe) -> list[str]:
     """Return the reasons why decode steps cannot be captured. The recipe has no "auto"."""
-    found = []
+    reasons = []
     if recipe.device != "cuda":
-        found.append(f"device is {recipe.device}: CUDA graphs need a CUDA device")
+        reasons.append(f"device is {recipe.device}: CUDA graphs need a CUDA device")
     kinds = [k for k in ("attention", "experts", "delta") if getattr(recipe.kernels, k) == "torch"]
-    found += [f"kernels.{kind} is torch, which reads tensors' values on the host" for kind in kinds]
+    reasons += [f"kernels.{k} is torch, which reads tensors' values on the host" for k in kinds]
     if not recipe.kernels.cuda_graphs:
-        found.append("kernels.cuda_graphs is false")
-    return found
-
-
-MOST_DRAFTED = 512  # tokens; larger steps run longer than their launches take, so need no graph
-Size = tuple[int, int]  # tokens, and the maximum tokens of a row (width)
+        reasons.append("kernels.cuda_graphs is false")
+    return reasons
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +143,6 @@ class DecodeGraphs:
         return self.captured[size].output
 
 
-Graph = Any  # a torch.cuda.CUDAGraph, or a test's substitute
-Shape = tuple[torch.Size, torch.dtype]  # of one token's result
-
-
 class EagerCut(NamedTuple):
     """An eager operation between two graphs: its inputs, and the buffer for its result."""
 
@@ -184,11 +181,11 @@ class PiecewiseGraphs:
         most = max(sizes, default=0)
         self.inputs_4T = torch.zeros(4, most, dtype=torch.int64, device=self.device)
         self.results: dict[Shape, Tensor] = {}  # [most tokens, ...]
-        found = {}
+        by_size = {}
         for size in sorted(sizes, reverse=True):
-            found[size] = self._capture(size)
+            by_size[size] = self._capture(size)
             captured()
-        self.captured = dict(sorted(found.items()))
+        self.captured = dict(sorted(by_size.items()))
 
     def _capture(self, size: int) -> CapturedPiecewise:
         batch = rowless(self.inputs_4T[:, :size], self.sampled_S[:size])
@@ -240,9 +237,9 @@ class PiecewiseGraphs:
             self.results[shape] = like_TX.new_zeros(self.inputs_4T.shape[1], *shape[0])
         return shape
 
-    def fit(self, num_tokens: int) -> int | None:
-        """Return the smallest captured size for these tokens, or None."""
-        return next((size for size in self.captured if size >= num_tokens), None)
+    def fit(self, num_tokens: int) -> int:
+        """Return the smallest captured size for these tokens, or 0."""
+        return next((size for size in self.captured if size >= num_tokens), 0)
 
     def replay(self, size: int, ctx: ForwardContext) -> Tensor:
         """Return the result of `run` for the step. Padding tokens write to the padding page."""

@@ -30,8 +30,9 @@ class StepCopy:
         """Return the step's result. Call it after the step has ended."""
         lines = self._sampling(self.lines_RW)
         drafts = None if self.drafts_RX is None else self._sampling(self.drafts_RX)
-        found = self.logprobs
-        logprobs = () if found is None else read_logprobs(found, lines, self.rows.num_sampled)
+        if self.logprobs is None:
+            return StepResult(step, lines, (), drafts)
+        logprobs = read_logprobs(self.logprobs, lines, self.rows.num_sampled)
         return StepResult(step, lines, logprobs, drafts)
 
     def _sampling(self, lines_RX: Tensor) -> Int32:
@@ -144,8 +145,9 @@ def start_copy(
     """Enqueue the copies to the host. Do not wait."""
     num_rows = len(rows.slots_R)  # a graph may have padding rows
     drafts = None if drafts_RX is None else to_host(drafts_RX[:num_rows])
-    found = None if logprobs is None else logprobs_to_host(logprobs)
-    return StepCopy(to_host(lines_RW[:num_rows]), drafts, found, rows)
+    if logprobs is not None:
+        logprobs = logprobs_to_host(logprobs)
+    return StepCopy(to_host(lines_RW[:num_rows]), drafts, logprobs, rows)
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -154,23 +156,28 @@ def to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def logprobs_to_host(found: SampledLogprobs) -> SampledLogprobs:
-    given = found.chosen_W, found.top_ids_WK, found.top_logprobs_WK
-    chosen_W, top_ids_WK, top_logprobs_WK = map(to_host, given)
-    return replace(found, chosen_W=chosen_W, top_ids_WK=top_ids_WK, top_logprobs_WK=top_logprobs_WK)
+def logprobs_to_host(logprobs: SampledLogprobs) -> SampledLogprobs:
+    return replace(
+        logprobs,
+        chosen_W=to_host(logprobs.chosen_W),
+        top_ids_WK=to_host(logprobs.top_ids_WK),
+        top_logprobs_WK=to_host(logprobs.top_logprobs_WK),
+    )
 
 
-def read_logprobs(found: SampledLogprobs, lines: Int32, sampled: Int32) -> tuple[RowLogprobs, ...]:
+def read_logprobs(
+    logprobs: SampledLogprobs, lines: Int32, sampled: Int32
+) -> tuple[RowLogprobs, ...]:
     """Return the log-probabilities of the tokens in `lines`, of which row r sampled sampled[r].
 
     CORRUPTED and -1 are not tokens.
     """
-    chosen = found.chosen_W.tolist()
-    ids, values = found.top_ids_WK.tolist(), found.top_logprobs_WK.tolist()
+    chosen = logprobs.chosen_W.tolist()
+    ids, values = logprobs.top_ids_WK.tolist(), logprobs.top_logprobs_WK.tolist()
     row_of = np.repeat(np.arange(len(sampled)), sampled).tolist()
     starts = (np.cumsum(sampled) - sampled).tolist()
     return tuple(
         RowLogprobs(row, chosen[i], ids[i][:count], values[i][:count], nth=at - starts[row])
-        for i, (at, count) in enumerate(zip(found.at, found.counts, strict=True))
+        for i, (at, count) in enumerate(zip(logprobs.at, logprobs.counts, strict=True))
         if lines[row := row_of[at], at - starts[row]] >= 0
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,12 +32,18 @@ class Forwarded:
     """Output of a forward pass. Under a graph, tensors are static and may be padded."""
 
     batch: Batch
+    hidden_SD: Tensor  # normalised; at least one token's, even if no row samples
     logits_SV: Tensor | None  # None if no row samples in this step
 
 
-# lines_RW (each row's new tokens, then -1), and drafts_RX of plan.StepResult with a drafter. Both
-# are int32. Under a graph they are static and may be padded.
-Written = tuple[Tensor, Tensor | None]
+class Written(NamedTuple):
+    """Sampled tokens and new drafts, both int32. Under a graph, they are static and may be padded.
+
+    `drafts_RX` is that of plan.StepResult, and None without a drafter.
+    """
+
+    lines_RW: Tensor  # each row's new tokens, then -1
+    drafts_RX: Tensor | None
 
 
 class Runner:
@@ -65,7 +72,7 @@ class Runner:
         self.experts = ExpertCounter(model, self.device)
         self.expert_load = self.experts.newest
         self.builder = RowBuilder(largest_graph(padding, width), padding, width, self.device)
-        self.graphs = DecodeGraphs(self.forward, self.builder, share_logits)
+        self.graphs = DecodeGraphs(self.forward, self.builder, share_outputs)
         self.draws = DecodeGraphs(self.draw_plain, self.builder)
         self.piecewise = PiecewiseGraphs(self.hidden, padding * width, self.device)
         self.clock = DeviceClock(self.device)
@@ -100,10 +107,11 @@ class Runner:
         batch, logits_SV = forwarded.batch, forwarded.logits_SV
         if masks is not None and logits_SV is not None:
             self.sampler.apply_mask(logits_SV, rows.samples_of(masked), masks)
-        graph = self.graphs.captured.get(size := (len(batch.token_ids_T), rows.width))
+        size = len(batch.token_ids_T), rows.width
+        graph = self.graphs.captured.get(size)
         if graph and graph.output is forwarded and self.sampler.plain(rows.host_slots):
             written: Written = self.draws.replay(size)
-            return start_copy(rows, *written)
+            return start_copy(rows, written.lines_RW, written.drafts_RX)
         num_samples = len(rows.host_slots)
         sampled = Sampled(batch.slots_T[:0], None)
         if logits_SV is not None:
@@ -115,7 +123,7 @@ class Runner:
             )
             sampled = self.sampler.sample(logits_SV[:num_samples], drawn)
         written = self._write_back(rows, batch, sampled.tokens_S)
-        return start_copy(rows, *written, sampled.logprobs)
+        return start_copy(rows, written.lines_RW, written.drafts_RX, sampled.logprobs)
 
     def draw_plain(self, rows: StepRows) -> Written:
         """After a replayed forward pass, draw by seed and temperature and write the tokens back.
@@ -134,9 +142,10 @@ class Runner:
         accept = drafter.accept if drafter is not None else None
         lines_RW = self.prep.write_back(rows, batch, tokens_S, accept)
         if drafter is None:
-            return lines_RW, None
+            return Written(lines_RW, None)
         slots_R = rows.slots_R.where(lines_RW[:, 0] >= 0, self.slots.padding)
-        return lines_RW, drafter.propose(slots_R, self.slots.lengths_N, self.slots.tokens_NL)
+        drafts_RX = drafter.propose(slots_R, self.slots.lengths_N, self.slots.tokens_NL)
+        return Written(lines_RW, drafts_RX)
 
     def _run(self, rows: StepRows, lane_tokens: int = 0) -> tuple[Forwarded, str]:
         """Replay a graph if one fits, else run eagerly. Return the mode: FULL, PIECEWISE or NONE.
@@ -150,7 +159,7 @@ class Runner:
             return self.forward(rows, size, lane_tokens), "PIECEWISE" if size else "NONE"
         fitting = self.graphs.fit(num_tokens, rows.width)
         if fitting is None:
-            return self.forward(rows, None, lane_tokens), "NONE"
+            return self.forward(rows, lane_tokens=lane_tokens), "NONE"
         self.padded_tokens += fitting[0] - rows.num_tokens
         return self.graphs.replay(fitting), "FULL"
 
@@ -165,20 +174,24 @@ class Runner:
             return f"{count} are more than the largest graph's {max(sizes)}"
         return None
 
-    def forward(self, rows: StepRows, size: int | None = None, lane_tokens: int = 0) -> Forwarded:
-        """Run the model eagerly, or with the piecewise graphs of this size."""
+    def forward(self, rows: StepRows, size: int = 0, lane_tokens: int = 0) -> Forwarded:
+        """Run the model with the piecewise graphs of this size, or eagerly if it is 0."""
         batch = self.prep.gather(rows)
         ctx = ForwardContext(batch, self.backend.bind(batch), lane_tokens=lane_tokens)
         hidden_SD = self.piecewise.replay(size, ctx) if size else self.hidden(ctx)
         samples = rows.is_decode or len(rows.host_slots)
-        return Forwarded(batch, self.model.logits(hidden_SD) if samples else None)
+        return Forwarded(batch, hidden_SD, self.model.logits(hidden_SD) if samples else None)
 
     def hidden(self, ctx: ForwardContext) -> Tensor:
         hidden_SD: Tensor = self.model(ctx.batch.token_ids_T, ctx)
         return hidden_SD
 
 
-def share_logits(forwarded: Forwarded) -> Forwarded:
-    """Let graphs of all sizes share the memory of logits, since only one step's are in use."""
+def share_outputs(forwarded: Forwarded) -> Forwarded:
+    """Let graphs of all sizes share the memory of outputs, since only one step's are in use."""
     assert forwarded.logits_SV is not None
-    return replace(forwarded, logits_SV=borrowed(forwarded.logits_SV))
+    return replace(
+        forwarded,
+        hidden_SD=borrowed(forwarded.hidden_SD),
+        logits_SV=borrowed(forwarded.logits_SV),
+    )

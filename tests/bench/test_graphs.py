@@ -56,7 +56,9 @@ class Replayed:
     def replay(self) -> None:
         self.count += 1
         self.before()
-        self.output.logits_SV.copy_(self.runner.forward(self.rows()).logits_SV)
+        forwarded = self.runner.forward(self.rows())
+        self.output.hidden_SD.copy_(forwarded.hidden_SD)
+        self.output.logits_SV.copy_(forwarded.logits_SV)
 
 
 @torch.inference_mode()
@@ -344,7 +346,11 @@ def test_eager_and_replay_are_the_runners_own(built: Built) -> None:
         (replayed, mode), eager = runner._run(rows), runner.forward(rows)
     assert isinstance(replayed, Forwarded) and mode == "FULL"
     assert replayed.logits_SV.shape[0] == SLOTS and runner.padded_tokens == SLOTS - 5
-    torch.testing.assert_close(replayed.logits_SV[:5], eager.logits_SV, rtol=1e-4, atol=1e-4)
+    for found, own in (
+        (replayed.logits_SV, eager.logits_SV),
+        (replayed.hidden_SD, eager.hidden_SD),
+    ):
+        torch.testing.assert_close(found[:5], own, rtol=1e-4, atol=1e-4)
 
 
 def test_made_up_requests_have_pages_for_their_drafts() -> None:

@@ -72,6 +72,9 @@ def test_piecewise_graphs_around_attention_are_the_eager_step_whatever_the_mix(
         assert mode == "PIECEWISE" and eager is not None and replayed.logits_SV is not None
         assert len(eager) == num_decodes + -(-len(counts) // 2)
         torch.testing.assert_close(replayed.logits_SV, eager, rtol=1e-4, atol=1e-4)
+        hidden_SD = forwarded.hidden_SD
+        torch.testing.assert_close(replayed.hidden_SD, hidden_SD, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(runner.model.logits(hidden_SD), eager)
         for found, pages, old in zip(runner.caches.tensors, after, before, strict=True):
             # Padding tokens are written to page 0.
             torch.testing.assert_close(found[:, 1:], pages[:, 1:], rtol=1e-4, atol=1e-4)
