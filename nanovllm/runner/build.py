@@ -127,11 +127,11 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
     """Return a runner with the number of pages that fit, and the recipe with that number."""
     recipe, device, page_tokens = found.recipe, found.device, found.page_tokens
     num_slots, most = int(recipe.schedule.slots), found.max_model_tokens
-    rows = prep_and_sampler(found, most)
+    prep, sampler = prep_and_sampler(found, most)
 
     def runner_with(num_pages: int, checkpoints: int) -> Runner:
         caches = make_caches(found.layout, num_pages, page_tokens, found.dtype, device=device)
-        kept = states_of(
+        states = states_of(
             found.layout,
             num_slots=num_slots,
             num_checkpoints=checkpoints,
@@ -140,7 +140,6 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
             device=device,
             in_host=recipe.cache.checkpoint_host_gib > 0,
         )
-        prep, sampler = rows
         return Runner(
             model=model,
             prep=prep,
@@ -148,28 +147,34 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
             caches=caches,
             backend=found.backend,
             drafter=drafter_of(recipe, sampler),
-            states=kept,
+            states=states,
         )
 
     def full_step() -> None:
-        largest_steps(first := runner_with(1, 0), recipe)
-        first.states.forget()
+        runner = runner_with(1, 0)
+        largest_steps(runner, recipe)
+        runner.states.forget()
 
     num_pages = recipe.cache.pages
     if num_pages == "auto":
         fitting = num_pages_that_fit(
             recipe,
             found.layout,
-            useful_pages=num_slots * rows[0].slots.max_pages,
+            useful_pages=num_slots * prep.slots.max_pages,
             full_step=full_step,
             device=device,
         )
         num_pages = found.mesh.least(fitting)
-        if (held := found.context_in(num_pages)) < most:
-            most, rows = held, prep_and_sampler(found, held)
+        fitting_context = found.context_in(num_pages)
+        if fitting_context < most:
+            most = fitting_context
+            prep, sampler = prep_and_sampler(found, most)
     checkpoints = Split(num_pages, recipe.cache, found.layout, page_tokens).checkpoints
-    cache, server = replace(recipe.cache, pages=num_pages, checkpoints=checkpoints), recipe.server
-    sized = replace(recipe, cache=cache, server=replace(server, max_model_tokens=most))
+    sized = replace(
+        recipe,
+        cache=replace(recipe.cache, pages=num_pages, checkpoints=checkpoints),
+        server=replace(recipe.server, max_model_tokens=most),
+    )
     return runner_with(num_pages, checkpoints), sized
 
 
@@ -218,10 +223,16 @@ def padding_rows(
         )
     samples_R1 = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     ends = torch.arange(tokens_each - 1, num_tokens, tokens_each, device=device)
-    rows = dataclasses.replace(
-        rows, num_decodes=0, num_decode_tokens=0, num_tokens=num_tokens, sampled_at=ends
+    return dataclasses.replace(
+        rows,
+        counts_R=counts_R,
+        sampled_at=ends,
+        samples_R1=samples_R1,
+        num_decodes=0,
+        num_decode_tokens=0,
+        num_tokens=num_tokens,
+        max_new=tokens_each,
     )
-    return dataclasses.replace(rows, samples_R1=samples_R1, counts_R=counts_R, max_new=tokens_each)
 
 
 @torch.inference_mode()

@@ -95,8 +95,9 @@ class NoStates:
 
 
 class States:
-    """States of a model, initially zero. With drafts, slots also store the inputs of their last
-    step.
+    """States of a model, initially zero.
+
+    With drafts, slots also store the inputs of their last step.
     """
 
     def __init__(
@@ -109,8 +110,10 @@ class States:
         device: torch.device,
         in_host: bool = False,
     ) -> None:
-        self.num_drafts, self.device = num_drafts, device
-        layers, most_rows = len(group.layers), num_slots * (1 + num_drafts)
+        self.num_drafts = num_drafts
+        self.device = device
+        layers = len(group.layers)
+        most_rows = num_slots * (1 + num_drafts)
         matrices = layers, group.heads, group.key_size, group.value_size
         inputs = layers, group.channels, group.taps
         recurrent_dtype = torch.float32 if group.recurrent_bytes == 4 else torch.bfloat16
@@ -125,9 +128,11 @@ class States:
         saved_recurrent = part(self.saved_NX, recurrent_dtype, matrices)
         conv = part(self.rows_NX[:, at:], dtype, inputs)
         saved_conv = part(self.saved_NX[:, at:], dtype, inputs)
-        width = group.channels + 2 * group.heads
-        shape = (layers, num_slots + 1, 1 + num_drafts, width) if num_drafts else (layers, 0, 0, 0)
-        step_inputs = torch.zeros(shape, dtype=dtype, device=device)
+        step_inputs: Tensor | None = None
+        if num_drafts:
+            width = group.channels + 2 * group.heads
+            shape = layers, num_slots + 1, 1 + num_drafts, width
+            step_inputs = torch.zeros(shape, dtype=dtype, device=device)
         int32 = partial(torch.zeros, dtype=torch.int32, device=device)
         self.progress = StateProgress(int32(num_slots + 1), int32(most_rows), [])
         key_heads = (group.channels - group.heads * group.value_size) // (2 * group.key_size)
@@ -137,7 +142,7 @@ class States:
                 conv_NCW=conv[:, nth],
                 recurrent_NHKV=recurrent[:, nth],
                 tickets_RG=tickets_RG,
-                kept_NWX=step_inputs[nth] if num_drafts else None,
+                kept_NWX=None if step_inputs is None else step_inputs[nth],
                 progress=self.progress,
                 saved=(saved_conv[:, nth], saved_recurrent[:, nth]),
             )
@@ -163,24 +168,23 @@ class States:
                 self.rows_NX[admit.slot].copy_(self.saved_NX[admit.restore_from], non_blocking=True)
             elif admit.num_cached:
                 raise ValueError(f"plan {plan.step} has a prefix without its recurrent state")
-        lists = (
-            [admit.slot for admit in plan.admits if admit.restore_from < 0],
-            [admit.slot for admit in plan.admits],
-            [admit.num_cached for admit in plan.admits],
-        )
-        sent = upload_together([np.array(each, np.int32) for each in lists], self.device)
-        self.rows_NX.index_fill_(0, sent[0].long(), 0)
-        self.progress.lengths_N[sent[1].long()] = sent[2]
+        blank = [admit.slot for admit in plan.admits if admit.restore_from < 0]
+        slots = [admit.slot for admit in plan.admits]
+        lengths = [admit.num_cached for admit in plan.admits]
+        arrays = [np.array(numbers, np.int32) for numbers in (blank, slots, lengths)]
+        blank_X, slots_X, lengths_X = upload_together(arrays, self.device)
+        self.rows_NX.index_fill_(0, blank_X.long(), 0)
+        self.progress.lengths_N[slots_X.long()] = lengths_X
 
     def _parts(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
         """Return the token ranges of chunks before and after saved states, and their targets."""
         parts, targets, start = [], [], plan.num_decoded
         for chunk in plan.chunks:
-            parts += [start, start + chunk.save_at * (chunk.save_to >= 0)]
+            parts += [start, start + (chunk.save_at if chunk.save_to >= 0 else 0)]
             targets += [chunk.save_to, chunk.slot]
             start += chunk.num_tokens
-        sent = [np.array(each, np.int32) for each in ([*parts, start], targets)]
-        parts_X, targets_X = upload_together(sent, self.device)
+        arrays = [np.array(numbers, np.int32) for numbers in ([*parts, start], targets)]
+        parts_X, targets_X = upload_together(arrays, self.device)
         return parts_X, targets_X
 
     def forget(self) -> None:
@@ -201,8 +205,9 @@ def pin(tensor: Tensor, owner: object) -> None:
     torch's own pinned allocations may be rounded up to a power of two.
     """
     cuda, address = torch.cuda.cudart(), tensor.data_ptr()
-    if (said := cuda.cudaHostRegister(address, tensor.nbytes, 0)) != cuda.cudaError.success:
-        raise ConfigError(f"cache.checkpoint_host_gib: {torch.cuda.CudaError(int(said))}")
+    error = cuda.cudaHostRegister(address, tensor.nbytes, 0)
+    if error != cuda.cudaError.success:
+        raise ConfigError(f"cache.checkpoint_host_gib: {torch.cuda.CudaError(int(error))}")
     finalize(owner, cuda.cudaHostUnregister, address)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend, Batch, ForwardContext
+from nanovllm.experts import ExpertLoad
 from nanovllm.models.decoder import Decoder
 from nanovllm.plan import Masks, StepPlan, mode_key
 from nanovllm.runner.batch import BatchPrep, RowBuilder, StepRows
@@ -25,6 +26,7 @@ from nanovllm.sampling.base import Sampled, SampleRows
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling.vetting import Vetting
 from nanovllm.spec.base import Drafter
+from nanovllm.wire import Generate
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +64,33 @@ class Runner:
         self.drafter = drafter
         self.num_drafts = drafter.num_drafts if drafter is not None else 0
         self.model = model
-        self.prep, self.slots = prep, prep.slots
+        self.prep = prep
+        self.slots = prep.slots
         self.sampler = sampler
         self.caches = caches
         self.states = states or NoStates()
         model.bind_caches({**caches.by_layer, **self.states.by_layer})
         self.backend = backend
-        self.device, padding, width = prep.slots.device, prep.slots.padding, 1 + self.num_drafts
+        self.device = self.slots.device
         self.experts = ExpertCounter(model, self.device)
-        self.expert_load = self.experts.newest
-        self.builder = RowBuilder(largest_graph(padding, width), padding, width, self.device)
+        num_slots, width = self.slots.padding, 1 + self.num_drafts
+        most_rows = largest_graph(num_slots, width)
+        self.builder = RowBuilder(most_rows, num_slots, width, self.device)
         self.graphs = DecodeGraphs(self.forward, self.builder, share_outputs)
         self.draws = DecodeGraphs(self.draw_plain, self.builder)
-        self.piecewise = PiecewiseGraphs(self.hidden, padding * width, self.device)
+        self.piecewise = PiecewiseGraphs(self.hidden, num_slots * width, self.device)
         self.clock = DeviceClock(self.device)
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
-        self.vet = Vetting(sampler.vocab_size).vet
+        self.vetting = Vetting(sampler.vocab_size)
+
+    def vet(self, request: Generate) -> None:
+        """Raise if admission of the request would fail because of its sampling parameters."""
+        self.vetting.vet(request)
+
+    def expert_load(self, *, wait: bool) -> ExpertLoad | None:
+        """Return the latest load of experts that is available, or with `wait` the present one."""
+        return self.experts.newest(wait=wait)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Handle:
@@ -115,13 +127,13 @@ class Runner:
         num_samples = len(rows.host_slots)
         sampled = Sampled(batch.slots_T[:0], None)
         if logits_SV is not None:
-            drawn = SampleRows(
+            sample_rows = SampleRows(
                 batch.sampled(batch.slots_T)[:num_samples],
                 batch.sampled(batch.positions_T)[:num_samples] + 1,
                 rows.host_slots,
                 rows.max_length,
             )
-            sampled = self.sampler.sample(logits_SV[:num_samples], drawn)
+            sampled = self.sampler.sample(logits_SV[:num_samples], sample_rows)
         written = self._write_back(rows, batch, sampled.tokens_S)
         return start_copy(rows, written.lines_RW, written.drafts_RX, sampled.logprobs)
 
