@@ -7,7 +7,7 @@ drafts it is the columns of a band. For prompts it is the tokens that a program 
 parts, stages and warps of the scan. The last lines have the time of each kernel of a prompt.
 `nanovllm check-kernels --kernel delta_decode --kernel delta_drafted --kernel delta_prefill` checks
 the results. The fastest choice goes into the constants at the top of
-kernels/nanovllm_kernels/delta_decode.py and delta_prefill.py.
+kernels/nanovllm_kernels/delta/decode.py and delta/prefill.py.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from unittest.mock import patch
 
 import click
 import torch
-from nanovllm_kernels import delta_decode, delta_prefill
 from nanovllm_kernels.case import Args
-from nanovllm_kernels.delta_cases import NEXT, inputs
+from nanovllm_kernels.delta import decode as delta_decode, prefill as delta_prefill
+from nanovllm_kernels.delta.cases import NEXT, inputs
 from nanovllm_kernels.timing import graph_us
 from torch.profiler import ProfilerActivity, profile
 

@@ -6,8 +6,8 @@ A CHANGE is a list of assignments with ";" between them, which name modules of n
 It is undone before the next one. An empty CHANGE is the code without changes:
 
     python results/steps.py qwen3-30b-a3b --set load.format=dummy --set experts.routing=uniform \\
-        "now:" "late:paged_decode.STAGES = 2" \\
-        "deep:experts.SHAPES[16, 2] = experts.Shape(64, 128, 5, 4)" "now again:"
+        "now:" "late:attention.paged_decode.STAGES = 2" \\
+        "deep:experts.products.SHAPES[16, 2] = experts.products.Shape(64, 128, 5, 4)" "now again:"
 
 For each variant the forward pass of N rows is captured and replayed. The output is the least time
 of a step and the largest difference from the first logits, as a share of the largest logit. A
@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import Any
 
 import click
+import nanovllm_kernels
 import torch
 from torch import Tensor
 
@@ -74,11 +75,12 @@ def main(recipe: str, variants: tuple[str, ...], overrides: tuple[str, ...], **s
 @contextmanager
 def changed(change: str) -> Iterator[None]:
     """Apply a change to the modules that it names, and undo it after the block."""
-    names = {*re.findall(r"\b([a-z]\w*)\.[A-Z]", change)}
-    modules = {one: importlib.import_module(f"nanovllm_kernels.{one}") for one in names}
-    before = [(module, constants_of(module)) for module in modules.values()]
+    names = {*re.findall(r"\b([a-z]\w*\.[a-z]\w*)\.[A-Z]", change)}
+    modules = [importlib.import_module(f"nanovllm_kernels.{name}") for name in names]
+    folders = {name.split(".")[0] for name in names}
+    before = [(module, constants_of(module)) for module in modules]
     try:
-        exec(change.strip(), dict(modules))
+        exec(change.strip(), {name: getattr(nanovllm_kernels, name) for name in folders})
         forget(modules)
         yield
     finally:
@@ -97,9 +99,9 @@ def constants_of(module: ModuleType) -> dict[str, tuple[Any, dict[Any, Any] | No
     return {name: (value, {**value} if isinstance(value, dict) else None) for name, value in named}
 
 
-def forget(modules: dict[str, ModuleType]) -> None:
+def forget(modules: list[ModuleType]) -> None:
     """Clear the caches that depend on constants."""
-    for module in modules.values():
+    for module in modules:
         for value in vars(module).values():
             if callable(clear := getattr(value, "cache_clear", None)):
                 clear()

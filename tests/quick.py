@@ -11,7 +11,7 @@ QUICK = (
     "engine/test_clock.py", "engine/test_pace.py", "engine/test_process.py",
     "engine/test_progress.py", "engine/test_recent.py",
     "ipc/",
-    "kernels/test_sampling_reference.py",
+    "kernels/sampling/test_reference.py",
     "kv/",
     "layers/",
     "models/",
@@ -44,8 +44,9 @@ SLOW = {  # tests of the quick files that take seconds
 }
 LONG = (  # files with tests of ten seconds or more
     "attention/test_latent_rows.py", "end_to_end/test_hybrid.py",
-    "kernels/test_all_reduce.py", "kernels/test_delta_kernels.py", "kernels/test_interpreted.py",
-    "kernels/test_routed_kernels.py", "kernels/test_sampling.py", "kernels/test_triton_compiles.py",
+    "kernels/delta/test_delta_kernels.py", "kernels/exchange/test_all_reduce.py",
+    "kernels/experts/test_routed_kernels.py", "kernels/sampling/test_draw.py",
+    "kernels/test_interpreted.py", "kernels/test_triton_compiles.py",
     "paper/test_random_batches.py", "runner/test_nothing_compiles_later.py", "sched/test_lanes.py",
 )  # fmt: skip
 

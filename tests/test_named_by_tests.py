@@ -1,7 +1,7 @@
 """Each source file has a test at its own place, or one that DRIVEN_BY names for it.
 
 The place of nanovllm/kv/memory.py is tests/kv/test_memory.py (or test_memory_*.py). That of
-kernels/nanovllm_kernels/norm.py is tests/kernels/test_norm.py.
+kernels/nanovllm_kernels/norms/norm.py is tests/kernels/norms/test_norm.py.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ DRIVEN_BY = {
     "tests/spec/test_drafters.py": """
         nanovllm/spec/__init__.py nanovllm/spec/base.py nanovllm/spec/ngram.py
         nanovllm/spec/synthetic.py""",
-    "tests/kernels/test_latent_decode.py": """
-        kernels/nanovllm_kernels/latent_reference.py kernels/nanovllm_kernels/latent_cases.py
-        kernels/nanovllm_kernels/latent_store.py
-        kernels/nanovllm_kernels/latent_store_cases.py""",
-    "tests/kernels/test_all_reduce.py": "kernels/nanovllm_kernels/exchange.py",
-    "tests/kernels/test_ngram.py": "kernels/nanovllm_kernels/ngram_reference.py",
-    "tests/kernels/test_experts_reference.py": "kernels/nanovllm_kernels/route_reference.py",
-    "tests/kernels/test_routed_kernels.py": """
-        kernels/nanovllm_kernels/combine.py kernels/nanovllm_kernels/routed_cases.py
-        kernels/nanovllm_kernels/route.py kernels/nanovllm_kernels/expert_rows.py""",
+    "tests/kernels/attention/test_latent_decode.py": """
+        kernels/nanovllm_kernels/attention/latent_reference.py
+        kernels/nanovllm_kernels/attention/latent_cases.py
+        kernels/nanovllm_kernels/attention/latent_store.py
+        kernels/nanovllm_kernels/attention/latent_store_cases.py""",
+    "tests/kernels/exchange/test_all_reduce.py": "kernels/nanovllm_kernels/exchange/tokens.py",
+    "tests/kernels/sampling/test_ngram.py": "kernels/nanovllm_kernels/sampling/ngram_reference.py",
+    "tests/kernels/experts/test_reference.py": """
+        kernels/nanovllm_kernels/experts/route_reference.py""",
+    "tests/kernels/experts/test_routed_kernels.py": """
+        kernels/nanovllm_kernels/experts/combine.py kernels/nanovllm_kernels/experts/products.py
+        kernels/nanovllm_kernels/experts/routed_cases.py
+        kernels/nanovllm_kernels/experts/route.py kernels/nanovllm_kernels/experts/rows.py""",
     "tests/layers/test_expert_products.py": "nanovllm/layers/expert_kernels.py",
     "tests/models/test_parity.py": """
         nanovllm/attention/base.py nanovllm/layers/attention.py nanovllm/layers/embedding.py
@@ -48,14 +51,14 @@ DRIVEN_BY = {
         nanovllm/models/qwen3_next.py nanovllm/models/sparse.py nanovllm/models/scattered.py
         nanovllm/attention/gated_delta.py nanovllm/attention/delta_kernels.py
         nanovllm/layers/gated_delta.py nanovllm/layers/gated_attention.py
-        kernels/nanovllm_kernels/reference.py""",
+        kernels/nanovllm_kernels/norms/reference.py""",
     "tests/models/test_quantised.py": "nanovllm/models/altered.py",
     "tests/models/test_weights.py": "nanovllm/models/destination.py nanovllm/models/faults.py",
-    "tests/attention/test_flash.py": "kernels/nanovllm_kernels/attention_reference.py",
+    "tests/attention/test_flash.py": "kernels/nanovllm_kernels/attention/reference.py",
     "tests/layers/test_fp8.py": "kernels/nanovllm_kernels/fp8_reference.py",
     "tests/layers/test_ops.py": """
         nanovllm/layers/describe.py nanovllm/layers/residual.py
-        kernels/nanovllm_kernels/library_linear.py""",
+        kernels/nanovllm_kernels/products/library_linear.py""",
     "tests/bench/test_online.py": """
         nanovllm/bench/client.py nanovllm/bench/offline.py nanovllm/bench/started.py""",
     "tests/bench/test_report.py": "nanovllm/bench/measure.py",
@@ -70,8 +73,9 @@ DRIVEN_BY = {
         nanovllm/engine/loop.py nanovllm/kv/checkpoints.py nanovllm/kv/hybrid.py
         nanovllm/kv/memory.py nanovllm/kv/pages.py
         nanovllm/sched/decoding.py nanovllm/sched/drafting.py nanovllm/sched/policy.py
-        nanovllm/sched/planner.py nanovllm/sched/queue.py nanovllm/sched/request.py
-        nanovllm/sched/scheduler.py""",
+        nanovllm/sched/queue.py
+        nanovllm/sched/request.py nanovllm/sched/rows.py nanovllm/sched/scheduler.py
+        nanovllm/sched/tails.py""",
     "tests/paper/test_sharing.py": "nanovllm/kv/keys.py",
     "tests/runner/test_room.py": "nanovllm/kv/layout.py",
     "tests/sampling/test_sampler.py": """
@@ -111,38 +115,45 @@ DRIVEN_BY = {
         nanovllm/server/structured/reading.py nanovllm/server/structured/references.py
         nanovllm/server/structured/register.py nanovllm/server/structured/rules.py""",
     "tests/kernels/test_interpreted.py": """
-        nanovllm/attention/paged.py nanovllm/attention/triton.py nanovllm/cli/check_kernels.py
-        nanovllm/attention/delta_triton.py
-        kernels/nanovllm_kernels/__init__.py kernels/nanovllm_kernels/activation.py
-        kernels/nanovllm_kernels/apply_mask.py kernels/nanovllm_kernels/batch_prep.py
-        kernels/nanovllm_kernels/batch_reference.py kernels/nanovllm_kernels/case.py
-        kernels/nanovllm_kernels/decode_cases.py kernels/nanovllm_kernels/delta_cases.py
-        kernels/nanovllm_kernels/norm.py kernels/nanovllm_kernels/paged_decode.py
-        kernels/nanovllm_kernels/paged_prefill.py kernels/nanovllm_kernels/rope_cases.py
-        kernels/nanovllm_kernels/rope_store.py
-        kernels/nanovllm_kernels/thresholds.py""",
+        nanovllm/attention/paged.py nanovllm/attention/triton.py
+        nanovllm/cli/check_kernels.py nanovllm/attention/delta_triton.py
+        kernels/nanovllm_kernels/__init__.py kernels/nanovllm_kernels/norms/activation.py
+        kernels/nanovllm_kernels/sampling/apply_mask.py
+        kernels/nanovllm_kernels/sampling/batch_prep.py
+        kernels/nanovllm_kernels/sampling/batch_reference.py
+        kernels/nanovllm_kernels/case.py kernels/nanovllm_kernels/attention/decode_cases.py
+        kernels/nanovllm_kernels/delta/cases.py kernels/nanovllm_kernels/norms/norm.py
+        kernels/nanovllm_kernels/attention/paged_decode.py
+        kernels/nanovllm_kernels/attention/paged_prefill.py
+        kernels/nanovllm_kernels/norms/rope_cases.py
+        kernels/nanovllm_kernels/norms/rope_store.py
+        kernels/nanovllm_kernels/sampling/thresholds.py""",
     "tests/kernels/test_compile_cache.py": """
         kernels/nanovllm_kernels/compile_one.py kernels/nanovllm_kernels/device.py
-        kernels/nanovllm_kernels/flash_prefill.py""",
-    "tests/kernels/test_block_fp8_cute.py": "kernels/nanovllm_kernels/block_fp8_cases.py",
-    "tests/kernels/test_gated_linear.py": """
-        kernels/nanovllm_kernels/gated_product.py kernels/nanovllm_kernels/grouped_product.py
-        kernels/nanovllm_kernels/like.py
-        kernels/nanovllm_kernels/linear_cases.py""",
+        kernels/nanovllm_kernels/attention/flash_prefill.py""",
+    "tests/kernels/products/test_block_fp8_cute.py": """
+        kernels/nanovllm_kernels/products/block_fp8_cases.py""",
+    "tests/kernels/products/test_gated_linear.py": """
+        kernels/nanovllm_kernels/products/gated_product.py
+        kernels/nanovllm_kernels/experts/grouped_product.py kernels/nanovllm_kernels/like.py
+        kernels/nanovllm_kernels/products/linear_cases.py""",
     "tests/kernels/test_triton_compiles.py": "kernels/nanovllm_kernels/following.py",
-    "tests/kernels/test_grouped_linear.py": "kernels/nanovllm_kernels/gated_experts.py",
-    "tests/kernels/test_delta_kernels.py": """
-        kernels/nanovllm_kernels/delta_decode.py kernels/nanovllm_kernels/delta_prefill.py""",
-    "tests/kernels/test_few_fp8.py": """
-        kernels/nanovllm_kernels/dense_fp8.py kernels/nanovllm_kernels/few_fp8_cases.py""",
-    "tests/kernels/test_quantise.py": "kernels/nanovllm_kernels/quantise_cases.py",
-    "tests/kernels/test_latent_decode_cute.py": """
-        kernels/nanovllm_kernels/latent_decode_cute_cases.py
+    "tests/kernels/experts/test_grouped_linear.py": """
+        kernels/nanovllm_kernels/experts/gated_experts.py""",
+    "tests/kernels/delta/test_delta_kernels.py": """
+        kernels/nanovllm_kernels/delta/decode.py kernels/nanovllm_kernels/delta/prefill.py""",
+    "tests/kernels/products/test_few_fp8.py": """
+        kernels/nanovllm_kernels/products/dense_fp8.py
+        kernels/nanovllm_kernels/products/few_fp8_cases.py""",
+    "tests/kernels/products/test_quantise.py": """
+        kernels/nanovllm_kernels/products/quantise_cases.py""",
+    "tests/kernels/attention/test_latent_decode_cute.py": """
+        kernels/nanovllm_kernels/attention/latent_decode_cute_cases.py
         kernels/nanovllm_kernels/ring_cute.py""",
-    "tests/kernels/test_paged_decode_cute.py": """
-        kernels/nanovllm_kernels/paged_decode_cute_cases.py""",
+    "tests/kernels/attention/test_paged_decode_cute.py": """
+        kernels/nanovllm_kernels/attention/paged_decode_cute_cases.py""",
     "tests/gpu/test_kernels.py": """
-        kernels/nanovllm_kernels/skinny_cases.py kernels/nanovllm_kernels/timing.py""",
+        kernels/nanovllm_kernels/products/skinny_cases.py kernels/nanovllm_kernels/timing.py""",
 }
 
 
@@ -179,8 +190,12 @@ def test_every_source_is_named() -> None:
 
 
 def test_what_is_wrong_is_said() -> None:
-    has = {"nanovllm/kv/memory.py", "nanovllm/kv/pages.py", "kernels/nanovllm_kernels/norm.py"}
-    tests = {"tests/kv/test_memory_hits.py", "tests/kernels/test_norm.py", "tests/test_a.py"}
+    has = {
+        "nanovllm/kv/memory.py",
+        "nanovllm/kv/pages.py",
+        "kernels/nanovllm_kernels/norms/norm.py",
+    }
+    tests = {"tests/kv/test_memory_hits.py", "tests/kernels/norms/test_norm.py", "tests/test_a.py"}
     texts = {"tests/test_a.py": "import a"}.get
     assert problems(has - {"nanovllm/kv/pages.py"}, {}, tests, texts) == []
     assert problems(has, {}, tests, texts) == ["nanovllm/kv/pages.py: no test names it"]

@@ -33,4 +33,4 @@ def test_every_package_is_touched() -> None:
 def test_what_is_listed_is_quick() -> None:
     assert is_quick("test_quick.py") and is_quick("ipc/test_channel.py")
     assert not is_quick("ipc/test_channel.py", next(iter(SLOW)))
-    assert not is_quick("kernels/test_sampling.py") and not is_quick("ipc")
+    assert not is_quick("kernels/sampling/test_draw.py") and not is_quick("ipc")

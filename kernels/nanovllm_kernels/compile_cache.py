@@ -36,8 +36,10 @@ def made_of() -> str:
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             digest.update(f"{package} {metadata.version(package)}".encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(f"{path.name} {sha256(path.read_bytes()).hexdigest()}".encode())
+    package = Path(__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        source = sha256(path.read_bytes()).hexdigest()
+        digest.update(f"{path.relative_to(package)} {source}".encode())
     return digest.hexdigest()
 
 

@@ -17,17 +17,17 @@ from nanovllm.kv.layout import CacheKind, CacheLayout
 from nanovllm.registry import resolve
 
 if TYPE_CHECKING:  # the import loads Triton
-    from nanovllm_kernels.paged_decode import DecodeKernel
+    from nanovllm_kernels.attention.paged_decode import DecodeKernel
 
 PREFERRED = {"cuda": ("flash", "triton", "torch"), "cpu": ("torch",)}  # by device type
 DECODE: dict[CacheKind, dict[str, str]] = {  # the import of a CuTe DSL module takes a second
     "grouped": {
-        "triton": "nanovllm_kernels.paged_decode:DECODE",
-        "cute": "nanovllm_kernels.paged_decode_cute:DECODE",
+        "triton": "nanovllm_kernels.attention.paged_decode:DECODE",
+        "cute": "nanovllm_kernels.attention.paged_decode_cute:DECODE",
     },
     "latent": {
-        "triton": "nanovllm_kernels.latent_decode:DECODE",
-        "cute": "nanovllm_kernels.latent_decode_cute:DECODE",
+        "triton": "nanovllm_kernels.attention.latent_decode:DECODE",
+        "cute": "nanovllm_kernels.attention.latent_decode_cute:DECODE",
     },
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from nanovllm_kernels.delta_reference import mix_drafted, mix_rows
+from nanovllm_kernels.delta.reference import mix_drafted, mix_rows
 from torch import Tensor
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nanovllm_kernels.delta_decode import mix_decodes, mix_drafted
-from nanovllm_kernels.delta_prefill import mix_rows
+from nanovllm_kernels.delta.decode import mix_decodes, mix_drafted
+from nanovllm_kernels.delta.prefill import mix_rows
 
 from nanovllm.attention.delta_kernels import DeltaKernels
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import torch
+from nanovllm_kernels.attention.paged_decode import DECODE as TRITON_DECODE, DecodeKernel
+from nanovllm_kernels.attention.paged_prefill import paged_prefill
 from nanovllm_kernels.device import is_hopper
 from nanovllm_kernels.fp8_reference import FP8
-from nanovllm_kernels.paged_decode import DECODE as TRITON_DECODE, DecodeKernel
-from nanovllm_kernels.paged_prefill import paged_prefill
 
 from nanovllm.attention.base import Attend, Batch
 from nanovllm.attention.grouped import PagedKV
@@ -56,7 +56,9 @@ class FlashPaged:
         return bind_rows(self.like, batch, self._bind_chunks, self.decode)
 
     def _bind_chunks(self, batch: Batch) -> Attend:
-        from nanovllm_kernels.flash_prefill import flash_prefill  # imports CuTe DSL (seconds)
+        from nanovllm_kernels.attention.flash_prefill import (
+            flash_prefill,  # imports CuTe DSL (seconds)
+        )
 
         page_table_RM, starts_R1, lengths_R = batch.page_table_RM, batch.starts_R1, batch.lengths_R
         if self.like.k_PSGA.dtype == FP8:

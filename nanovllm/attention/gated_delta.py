@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nanovllm_kernels.delta_reference import DeltaWeights
+from nanovllm_kernels.delta.reference import DeltaWeights
 from torch import Tensor
 
 from nanovllm.attention.base import Batch, ForwardContext

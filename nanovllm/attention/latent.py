@@ -29,7 +29,7 @@ class Latents(NamedTuple):
     """One layer's cache, and the matrices of its heads.
 
     A cached row is the token's normalised latent, then the rotated part of its key. The format of
-    an fp8 row is in nanovllm_kernels.latent_reference. Page 0 never belongs to a request.
+    an fp8 row is in nanovllm_kernels.attention.latent_reference. Page 0 never belongs to a request.
     """
 
     pages_PSX: Tensor

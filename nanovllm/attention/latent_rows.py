@@ -18,10 +18,10 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+from nanovllm_kernels.attention.latent_decode import DECODE as TRITON_DECODE
+from nanovllm_kernels.attention.latent_reference import dequantised
+from nanovllm_kernels.attention.paged_decode import DecodeKernel
 from nanovllm_kernels.case import bits
-from nanovllm_kernels.latent_decode import DECODE as TRITON_DECODE
-from nanovllm_kernels.latent_reference import dequantised
-from nanovllm_kernels.paged_decode import DecodeKernel
 from torch import Tensor
 
 from nanovllm.attention.base import Attend, Batch
@@ -181,7 +181,7 @@ class Expanded:
 
     def __init__(self, batch: Batch, at: int, page_tokens: int) -> None:
         # Imported late, since CuTe DSL takes seconds to import.
-        from nanovllm_kernels.flash_prefill import flash_expanded
+        from nanovllm_kernels.attention.flash_prefill import flash_expanded
 
         self.attend = flash_expanded
         self.newest, *self.older = pieces_of(batch, at, page_tokens)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from nanovllm_kernels.paged_decode import DECODE as TRITON_DECODE, DecodeKernel
+from nanovllm_kernels.attention.paged_decode import DECODE as TRITON_DECODE, DecodeKernel
 from torch import Tensor
 
 from nanovllm.attention.base import Attend, Batch

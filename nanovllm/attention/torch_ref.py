@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from nanovllm_kernels.attention.latent_reference import dequantised
 from nanovllm_kernels.fp8_reference import FP8
-from nanovllm_kernels.latent_reference import dequantised
 from torch import Tensor
 
 from nanovllm.attention.base import Batch

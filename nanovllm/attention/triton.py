@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from nanovllm_kernels.paged_decode import (
+from nanovllm_kernels.attention.paged_decode import (
     DECODE as TRITON_DECODE,
     INTERPRETED,
     DecodeKernel,
 )
-from nanovllm_kernels.paged_prefill import paged_prefill
+from nanovllm_kernels.attention.paged_prefill import paged_prefill
 
 from nanovllm.attention.base import Attend, Batch
 from nanovllm.attention.grouped import PagedKV

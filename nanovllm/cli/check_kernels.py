@@ -179,7 +179,7 @@ def across_gpus(tp: int, names: tuple[str, ...], quick: bool) -> Iterator[Result
     Raise ConfigError if there are fewer GPUs, or if `names` of one-GPU kernels are given.
     """
     import torch
-    from nanovllm_kernels.peer_cases import check_ranks
+    from nanovllm_kernels.exchange.cases import check_ranks
 
     from nanovllm.parallel.peers import connect_peers
 

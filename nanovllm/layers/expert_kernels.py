@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from nanovllm_kernels.combine import combine
-from nanovllm_kernels.expert_rows import sort_rows
-from nanovllm_kernels.experts import FEW_EXPERTS, down_combine
-from nanovllm_kernels.grouped_fp8 import GROUPED_FP8
-from nanovllm_kernels.grouped_linear import GROUPED
-from nanovllm_kernels.norm import norm_router
-from nanovllm_kernels.route import route
+from nanovllm_kernels.experts.combine import combine
+from nanovllm_kernels.experts.grouped_fp8 import GROUPED_FP8
+from nanovllm_kernels.experts.grouped_linear import GROUPED
+from nanovllm_kernels.experts.products import FEW_EXPERTS, down_combine
+from nanovllm_kernels.experts.route import route
+from nanovllm_kernels.experts.rows import sort_rows
+from nanovllm_kernels.norms.norm import norm_router
 
 from nanovllm.layers.expert_products import ExpertKernels
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from nanovllm_kernels.experts_reference import EXPERTS, ExpertProducts, combine
-from nanovllm_kernels.route_reference import ExpertRows, route, sort_rows
+from nanovllm_kernels.experts.reference import EXPERTS, ExpertProducts, combine
+from nanovllm_kernels.experts.route_reference import ExpertRows, route, sort_rows
 from torch import Tensor
 
 from nanovllm.experts import Experts, ExpertsByRank, Spread, evenly

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from nanovllm_kernels.delta_reference import DeltaWeights
-from nanovllm_kernels.reference import summed
+from nanovllm_kernels.delta.reference import DeltaWeights
+from nanovllm_kernels.norms.reference import summed
 from torch import Tensor
 
 from nanovllm.attention.base import ForwardContext

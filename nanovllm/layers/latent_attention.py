@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from nanovllm_kernels.compile_cache import Job
 from nanovllm_kernels.fp8_reference import FP8, Scaled
-from nanovllm_kernels.reference import summed
+from nanovllm_kernels.norms.reference import summed
 from torch import Tensor
 
 from nanovllm.attention.base import ForwardContext
@@ -26,8 +26,8 @@ from nanovllm.layers.ops import Ops
 from nanovllm.layers.residual import Added, Product, Residual, as_tensor
 from nanovllm.parallel.mesh import Mesh, Span
 
-REFERENCE = "nanovllm_kernels.latent_reference"
-KERNELS = {"nanovllm_kernels.rope_store": "nanovllm_kernels.latent_store"}
+REFERENCE = "nanovllm_kernels.attention.latent_reference"
+KERNELS = {"nanovllm_kernels.norms.rope_store": "nanovllm_kernels.attention.latent_store"}
 EPS = 1e-6  # of the norms of latents, independent of config.json's rms_norm_eps
 
 
@@ -113,11 +113,11 @@ class LatentAttention(Layer):
         num_heads = self.out.weight.shape[1] // self.sizes.value
         size, value = self.sizes.key + self.sizes.rotated, self.sizes.value
         if recipe.kernels.attention == "flash" and can_expand(size, value, recipe.dtype):
-            from nanovllm_kernels.flash_prefill import compile_expanded
+            from nanovllm_kernels.attention.flash_prefill import compile_expanded
 
             found += [compile_expanded.job(size, value, recipe.dtype, kind) for kind in (0, 1)]
         if recipe.kernels.decode == "cute":
-            from nanovllm_kernels.latent_decode_cute import compile_decode
+            from nanovllm_kernels.attention.latent_decode_cute import compile_decode
 
             widths = {0, 1 + recipe.speculate.tokens if recipe.speculate is not None else 0}
             tokens = int(recipe.cache.page_tokens)

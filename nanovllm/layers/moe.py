@@ -12,10 +12,10 @@ from functools import partial
 from itertools import chain, cycle, islice
 
 import torch
-from nanovllm_kernels.experts_reference import ExpertProducts
+from nanovllm_kernels.experts.reference import ExpertProducts
+from nanovllm_kernels.experts.route_reference import Chosen, ExpertRows, Placed, Routing, Uniform
 from nanovllm_kernels.fp8_reference import BLOCK, FP8, Quantised
-from nanovllm_kernels.reference import summed
-from nanovllm_kernels.route_reference import Chosen, ExpertRows, Placed, Routing, Uniform
+from nanovllm_kernels.norms.reference import summed
 from torch import Tensor, nn
 
 from nanovllm.attention.base import ForwardContext

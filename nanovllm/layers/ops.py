@@ -1,6 +1,6 @@
 """Operations that layers are composed of, and the choice of their implementations.
 
-The plain-torch reference in nanovllm_kernels.reference defines the meaning of each operation.
+The plain-torch reference in nanovllm_kernels.norms.reference defines the meaning of each operation.
 `kernels.<name>: torch` in a recipe selects the reference, for ablations and for bisecting faults;
 `compile` leaves the fusion to torch.compile.
 
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from nanovllm_kernels.fp8_reference import Fp8Linear, Weight
-from nanovllm_kernels.gated_linear import obstacle
+from nanovllm_kernels.products.gated_linear import obstacle
 from torch import Tensor
 
 from nanovllm.attention import delta_kernels
@@ -33,11 +33,11 @@ from nanovllm.registry import resolve
 
 IMPLEMENTATIONS = {
     "torch": {
-        "rms_norm": "nanovllm_kernels.reference:rms_norm",
-        "add_rms_norm": "nanovllm_kernels.reference:add_rms_norm",
-        "silu_mul": "nanovllm_kernels.reference:silu_mul",
-        "sigmoid_mul": "nanovllm_kernels.reference:sigmoid_mul",
-        "rope_store": "nanovllm_kernels.reference:rope_store",
+        "rms_norm": "nanovllm_kernels.norms.reference:rms_norm",
+        "add_rms_norm": "nanovllm_kernels.norms.reference:add_rms_norm",
+        "silu_mul": "nanovllm_kernels.norms.reference:silu_mul",
+        "sigmoid_mul": "nanovllm_kernels.norms.reference:sigmoid_mul",
+        "rope_store": "nanovllm_kernels.norms.reference:rope_store",
         "gated_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "skinny_linear": "nanovllm.layers.ops:ONE_BY_ONE",
         "sliced_linear": "nanovllm.layers.ops:ONE_BY_ONE",
@@ -47,25 +47,25 @@ IMPLEMENTATIONS = {
         "delta": "nanovllm.attention.delta_kernels:TORCH",
     },
     "library": {
-        "sliced_linear": "nanovllm_kernels.library_linear:SLICED_LINEAR",
-        "added_linear": "nanovllm_kernels.library_linear:ADDED_LINEAR",
+        "sliced_linear": "nanovllm_kernels.products.library_linear:SLICED_LINEAR",
+        "added_linear": "nanovllm_kernels.products.library_linear:ADDED_LINEAR",
     },
     "triton": {
-        "rms_norm": "nanovllm_kernels.norm:rms_norm",
-        "add_rms_norm": "nanovllm_kernels.norm:add_rms_norm",
-        "silu_mul": "nanovllm_kernels.activation:silu_mul",
-        "sigmoid_mul": "nanovllm_kernels.activation:sigmoid_mul",
-        "rope_store": "nanovllm_kernels.rope_store:rope_store",
+        "rms_norm": "nanovllm_kernels.norms.norm:rms_norm",
+        "add_rms_norm": "nanovllm_kernels.norms.norm:add_rms_norm",
+        "silu_mul": "nanovllm_kernels.norms.activation:silu_mul",
+        "sigmoid_mul": "nanovllm_kernels.norms.activation:sigmoid_mul",
+        "rope_store": "nanovllm_kernels.norms.rope_store:rope_store",
         "experts": "nanovllm.layers.expert_kernels:TRITON",
         "delta": "nanovllm.attention.delta_triton:TRITON",
     },
     "cute": {
-        "gated_linear": "nanovllm_kernels.gated_linear:GATED_LINEAR",
-        "skinny_linear": "nanovllm_kernels.skinny_linear:SKINNY_LINEAR",
+        "gated_linear": "nanovllm_kernels.products.gated_linear:GATED_LINEAR",
+        "skinny_linear": "nanovllm_kernels.products.skinny_linear:SKINNY_LINEAR",
         "experts": "nanovllm.layers.expert_kernels:CUTE",
-        "fp8_linear": "nanovllm_kernels.dense_fp8:FP8_LINEAR",
+        "fp8_linear": "nanovllm_kernels.products.dense_fp8:FP8_LINEAR",
     },
-    "tiled": {"fp8_linear": "nanovllm_kernels.dense_fp8:TILED_FP8"},
+    "tiled": {"fp8_linear": "nanovllm_kernels.products.dense_fp8:TILED_FP8"},
 }
 
 

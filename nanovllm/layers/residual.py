@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from nanovllm_kernels.all_reduce import Peers, all_reduce_add, all_reduce_add_norm
+from nanovllm_kernels.exchange.all_reduce import Peers, all_reduce_add, all_reduce_add_norm
 from torch import Tensor
 
 

@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from nanovllm_kernels.reference import summed
+from nanovllm_kernels.norms.reference import summed
 from torch import Tensor
 
 from nanovllm.layers.linear import Linear, Placement, parameter

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 from msgspec import Meta
-from nanovllm_kernels.latent_reference import row_size
-from nanovllm_kernels.route_reference import Routing
+from nanovllm_kernels.attention.latent_reference import row_size
+from nanovllm_kernels.experts.route_reference import Routing
 
 from nanovllm.config import ConfigError
 from nanovllm.kv.layout import CacheLayout, PagedGroup

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from nanovllm_kernels.route_reference import Routing
+from nanovllm_kernels.experts.route_reference import Routing
 
 from nanovllm.layers.linear import Layer
 from nanovllm.layers.moe import MoE

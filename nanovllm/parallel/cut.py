@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from nanovllm_kernels.sampling_reference import BLOCK
+from nanovllm_kernels.sampling.reference import BLOCK
 
 from nanovllm.config import ConfigError
 from nanovllm.parallel.mesh import EXPERTS, Mesh, Span

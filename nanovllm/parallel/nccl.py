@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from nanovllm_kernels import all_reduce as own, exchange
-from nanovllm_kernels.all_reduce import Peers
+from nanovllm_kernels.exchange import all_reduce as own, tokens as exchange
+from nanovllm_kernels.exchange.all_reduce import Peers
 from torch import Tensor
 
 from nanovllm.parallel.mesh import Mesh, padded

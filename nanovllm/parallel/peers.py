@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from nanovllm_kernels.all_reduce import PROGRAMS, Peers, buffer_bytes
+from nanovllm_kernels.exchange.all_reduce import PROGRAMS, Peers, buffer_bytes
 from nanovllm_kernels.timing import graph_us
 from torch import Tensor
 from torch._C import _distributed_c10d  # torch.distributed does not export all of it

@@ -23,12 +23,12 @@ from nanovllm.registry import resolve
 from nanovllm.sampling.columns import upload
 
 GATHER = {
-    "torch": "nanovllm_kernels.batch_reference:gather_rows",
-    "triton": "nanovllm_kernels.batch_prep:gather_rows",
+    "torch": "nanovllm_kernels.sampling.batch_reference:gather_rows",
+    "triton": "nanovllm_kernels.sampling.batch_prep:gather_rows",
 }
 WRITE_BACK = {
-    "torch": "nanovllm_kernels.batch_reference:write_back",
-    "triton": "nanovllm_kernels.batch_prep:write_back",
+    "torch": "nanovllm_kernels.sampling.batch_reference:write_back",
+    "triton": "nanovllm_kernels.sampling.batch_prep:write_back",
 }
 
 

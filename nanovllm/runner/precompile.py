@@ -18,7 +18,7 @@ from typing import Any
 
 from nanovllm_kernels.compile_cache import Job
 from nanovllm_kernels.fp8_reference import Scaled
-from nanovllm_kernels.gated_linear import compile_gated
+from nanovllm_kernels.products.gated_linear import compile_gated
 
 from nanovllm.layers.embedding import VocabEmbedding
 from nanovllm.layers.linear import AddLinear, NormLinear
@@ -43,11 +43,11 @@ def jobs_of(found: Resolved, model: Decoder) -> list[Job]:
         attn: Any = model.layers[0].attn
         jobs += attn.jobs(found.recipe)
     elif kernels.attention == "flash":
-        from nanovllm_kernels.flash_prefill import compile_causal
+        from nanovllm_kernels.attention.flash_prefill import compile_causal
 
         jobs.append(compile_causal.job(group, page_tokens, paged.k_size, dtype))
     if kernels.decode == "cute" and paged.kind == "grouped":
-        from nanovllm_kernels.paged_decode_cute import MAX_PAIRS, compile_decode
+        from nanovllm_kernels.attention.paged_decode_cute import MAX_PAIRS, compile_decode
 
         asked = found.recipe.speculate
         drafted = 0 if asked is None else 1 + asked.tokens
@@ -77,7 +77,7 @@ def experts_of(model: Decoder) -> list[Job]:
 def products_of(model: Decoder) -> list[Job]:
     """Return the fused kernels of the model's products for few rows, and fp8 ones for many."""
     from nanovllm_kernels import dense_fp8, skinny_linear
-    from nanovllm_kernels.skinny_linear import Kind
+    from nanovllm_kernels.products.skinny_linear import Kind
 
     found = set()
     for module in model.modules():

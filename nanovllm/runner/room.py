@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nanovllm_kernels.library_linear import ADDED_LINEAR
+from nanovllm_kernels.products.library_linear import ADDED_LINEAR
 
 from nanovllm.config import ConfigError, given_or
 from nanovllm.kv.split import Split, running_bytes

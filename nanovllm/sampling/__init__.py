@@ -13,10 +13,10 @@ PROCESSORS = {
 }
 
 THRESHOLDS = {
-    "torch": "nanovllm_kernels.sampling_reference:thresholds",
-    "triton": "nanovllm_kernels.thresholds:thresholds",
+    "torch": "nanovllm_kernels.sampling.reference:thresholds",
+    "triton": "nanovllm_kernels.sampling.thresholds:thresholds",
 }
 APPLY_MASK = {
-    "torch": "nanovllm_kernels.apply_mask:reference",
-    "triton": "nanovllm_kernels.apply_mask:apply_mask",
+    "torch": "nanovllm_kernels.sampling.apply_mask:reference",
+    "triton": "nanovllm_kernels.sampling.apply_mask:apply_mask",
 }

@@ -19,16 +19,16 @@ from nanovllm.parallel.mesh import Mesh
 from nanovllm.registry import resolve
 
 DRAWS = {
-    "torch": "nanovllm_kernels.sampling_reference:draw",
-    "triton": "nanovllm_kernels.sampling:draw",
+    "torch": "nanovllm_kernels.sampling.reference:draw",
+    "triton": "nanovllm_kernels.sampling.draw:draw",
 }
 WINNERS = {
-    "torch": "nanovllm_kernels.sampling_reference:winners",
-    "triton": "nanovllm_kernels.sampling:winners",
+    "torch": "nanovllm_kernels.sampling.reference:winners",
+    "triton": "nanovllm_kernels.sampling.draw:winners",
 }
 BEST = {
-    "torch": "nanovllm_kernels.sampling_reference:best",
-    "triton": "nanovllm_kernels.sampling:best",
+    "torch": "nanovllm_kernels.sampling.reference:best",
+    "triton": "nanovllm_kernels.sampling.draw:best",
 }
 
 

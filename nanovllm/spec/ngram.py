@@ -9,8 +9,8 @@ from torch import Tensor
 from nanovllm.registry import resolve
 
 NGRAM = {
-    "torch": "nanovllm_kernels.ngram_reference:ngram",
-    "triton": "nanovllm_kernels.ngram:ngram",
+    "torch": "nanovllm_kernels.sampling.ngram_reference:ngram",
+    "triton": "nanovllm_kernels.sampling.ngram:ngram",
 }
 
 

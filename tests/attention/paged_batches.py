@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 import torch
-from nanovllm_kernels.attention_reference import paged_inputs, paged_prefill
+from nanovllm_kernels.attention.reference import paged_inputs, paged_prefill
 from torch import Tensor
 
 from nanovllm.attention.base import Batch

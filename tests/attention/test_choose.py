@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nanovllm_kernels import latent_decode, paged_decode
+from nanovllm_kernels.attention import latent_decode, paged_decode
 from nanovllm_kernels.device import can_overlap, is_hopper
 
 from nanovllm.attention.choose import choose_backend, cute_obstacle

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from nanovllm_kernels import attention_reference as reference
-from nanovllm_kernels.paged_decode import DecodeKernel
+from nanovllm_kernels.attention import reference as reference
+from nanovllm_kernels.attention.paged_decode import DecodeKernel
 from torch import Tensor
 
 from nanovllm.attention import paged, triton

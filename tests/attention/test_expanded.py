@@ -9,12 +9,12 @@ import sys
 from itertools import pairwise
 from typing import Any
 
-import nanovllm_kernels.flash_prefill
+import nanovllm_kernels.attention.flash_prefill
 import pytest
 import torch
 from msgspec.structs import replace
-from nanovllm_kernels import latent_reference
-from nanovllm_kernels.paged_decode import DecodeKernel
+from nanovllm_kernels.attention import latent_reference
+from nanovllm_kernels.attention.paged_decode import DecodeKernel
 from torch import Tensor
 
 from nanovllm.attention import choose, latent_rows
@@ -89,7 +89,7 @@ def test_expanded_chunks_agree_with_the_reference(
         return latent_reference.latent_decode(q_THX, *rows, **ragged).to(q_THX.dtype)
 
     decoding = DecodeKernel(plan=lambda *_: None, attend=decode, max_width=sys.maxsize)
-    monkeypatch.setattr(nanovllm_kernels.flash_prefill, "compile_expanded", compiled)
+    monkeypatch.setattr(nanovllm_kernels.attention.flash_prefill, "compile_expanded", compiled)
     monkeypatch.setattr(LatentAttention, "jobs", lambda *_: [])
     monkeypatch.setattr(FlashPaged, "supports", staticmethod(lambda *_: None))
     monkeypatch.setattr(choose, "decode_kernel", lambda *_: decoding)

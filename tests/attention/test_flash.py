@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from nanovllm_kernels.attention_reference import paged_prefill
+from nanovllm_kernels.attention.reference import paged_prefill
 
 from nanovllm.attention.flash import FlashPaged
 from tests.attention.paged_batches import error_share, make_batch
@@ -26,7 +26,7 @@ def test_the_backend_does_not_import_the_language_of_its_kernel() -> None:
 @pytest.mark.parametrize("given", [False, True], ids=["new", "given"])
 def test_every_argument_is_in_its_place(given, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled kernel has positional arguments only; the reference replaces it."""
-    from nanovllm_kernels import flash_prefill
+    from nanovllm_kernels.attention import flash_prefill
 
     asked = []
 

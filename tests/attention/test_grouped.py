@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nanovllm_kernels.attention_reference import in_8_bits, paged_prefill
-from nanovllm_kernels.reference import quantised
+from nanovllm_kernels.attention.reference import in_8_bits, paged_prefill
+from nanovllm_kernels.norms.reference import quantised
 from torch import Tensor
 
 from nanovllm.attention.grouped import FP8, GroupedHeads, PagedKV, bytes_of_element, load_scale

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace as replaced
-from nanovllm_kernels.latent_decode import DECODE
-from nanovllm_kernels.latent_reference import row_size, stored
+from nanovllm_kernels.attention.latent_decode import DECODE
+from nanovllm_kernels.attention.latent_reference import row_size, stored
 from torch import Tensor
 
 from nanovllm.attention import BACKENDS, latent_rows
@@ -128,7 +128,7 @@ def test_absorbed(name: str, dtype: torch.dtype, is_fp8: bool) -> None:
 @pytest.mark.parametrize("piece", [7, 16, 4096])
 def test_expanded(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """There are many pieces, of several rows or of one row, in 16 bits and in 8 bits."""
-    import nanovllm_kernels.flash_prefill
+    import nanovllm_kernels.attention.flash_prefill
 
     pieces = []
 
@@ -136,7 +136,7 @@ def test_expanded(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
         pieces.append(is_causal)
         return attend_by_hand(*args, is_causal=is_causal, **kwargs)
 
-    monkeypatch.setattr(nanovllm_kernels.flash_prefill, "flash_expanded", counted)
+    monkeypatch.setattr(nanovllm_kernels.attention.flash_prefill, "flash_expanded", counted)
     monkeypatch.setattr(latent_rows, "PIECE", piece)
     monkeypatch.setattr(latent_rows, "SLOWER", 1e9)
     for name in ("chunks", "mixed"):
@@ -171,9 +171,9 @@ def test_rotated_parts_reach_all_heads_bit_by_bit(rotated: int, dtype: torch.dty
 @pytest.mark.parametrize("piece", [7, 16, 4096])
 def test_what_is_no_number_stays_its_rows_own(piece: int, monkeypatch) -> None:
     """The NaN is in a row's latents, whose values follow those of another row."""
-    import nanovllm_kernels.flash_prefill
+    import nanovllm_kernels.attention.flash_prefill
 
-    monkeypatch.setattr(nanovllm_kernels.flash_prefill, "flash_expanded", attend_by_hand)
+    monkeypatch.setattr(nanovllm_kernels.attention.flash_prefill, "flash_expanded", attend_by_hand)
     monkeypatch.setattr(latent_rows, "PIECE", piece)
     monkeypatch.setattr(latent_rows, "SLOWER", 1e9)
     q_THA, cache, like, batch = made("chunks", torch.float32)

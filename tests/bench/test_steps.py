@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from nanovllm_kernels import few_fp8
+from nanovllm_kernels.products import few_fp8
 
 from results import steps
 
@@ -20,14 +20,14 @@ ROOT = Path(__file__).parents[2]
 def test_a_change_is_undone() -> None:
     """A constant, a table's entry, cached results of both, and errors are covered."""
     before, table = (few_fp8.START, few_fp8.SHAPES[16]), few_fp8.SHAPES
-    change = "few_fp8.START = 7; few_fp8.SHAPES[16] = few_fp8.SHAPES[32]"
+    change = "{0}.START = 7; {0}.SHAPES[16] = {0}.SHAPES[32]".format("products.few_fp8")
     with steps.changed(change):
         assert (few_fp8.START, few_fp8.SHAPES[16]) == (7, few_fp8.SHAPES[32])
     assert (few_fp8.START, few_fp8.SHAPES[16]) == before
     assert few_fp8.SHAPES is table  # other modules may have imported it
-    with pytest.raises(ZeroDivisionError), steps.changed("few_fp8.START = 1 // 0"):
+    with pytest.raises(ZeroDivisionError), steps.changed("products.few_fp8.START = 1 // 0"):
         pass
-    with pytest.raises(RuntimeError, match="within"), steps.changed("few_fp8.START = 8"):
+    with pytest.raises(RuntimeError, match="within"), steps.changed("products.few_fp8.START = 8"):
         raise RuntimeError("within")
     assert before[0] == few_fp8.START
 
@@ -39,7 +39,8 @@ def test_more_rows_than_slots_are_refused() -> None:
 
 
 def test_variants_of_a_step_on_the_demo() -> None:
-    variants = "now:", "other:few_fp8.START = 3", "wrong:few_fp8.START = nothing", "again:"
+    other, wrong = (f"products.few_fp8.START = {value}" for value in (3, "nothing"))
+    variants = "now:", f"other:{other}", f"wrong:{wrong}", "again:"
     line = [sys.executable, "results/steps.py", "recipes/demo.yaml", "--rows", "2", *variants]
     code = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     done = subprocess.run(
@@ -50,6 +51,6 @@ def test_variants_of_a_step_on_the_demo() -> None:
     now, other, wrong, again = done.stdout.splitlines()[-4:]
     same = r" +\d+\.\d us, off by 0\.0000  "
     assert re.fullmatch(f"now{same}", now)
-    assert re.fullmatch(rf"other{same}few_fp8\.START = 3", other)
+    assert re.fullmatch(rf"other{same}products\.few_fp8\.START = 3", other)
     assert re.fullmatch(r"wrong +NameError: name 'nothing' is not defined", wrong)
     assert re.fullmatch(f"again{same}", again)

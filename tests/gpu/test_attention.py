@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from nanovllm_kernels.attention_reference import in_8_bits, paged_prefill
+from nanovllm_kernels.attention.reference import in_8_bits, paged_prefill
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend, Batch
@@ -101,7 +101,7 @@ def test_a_graph_of_decode_follows_lengths_and_pages() -> None:
 
 
 def test_flash_compiles_once_whatever_the_batch() -> None:
-    from nanovllm_kernels.flash_prefill import compile_causal
+    from nanovllm_kernels.attention.flash_prefill import compile_causal
 
     heads, compiled = (16, 8, 128), []
     for kind in ("one prompt", "mixed", "many rows"):

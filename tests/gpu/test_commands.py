@@ -8,13 +8,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from nanovllm_kernels import (
-    compile_cache,
-    flash_prefill,
-    gated_linear,
-    paged_decode_cute,
-    skinny_linear,
-)
+from nanovllm_kernels import compile_cache
+from nanovllm_kernels.attention import flash_prefill, paged_decode_cute
+from nanovllm_kernels.products import gated_linear, skinny_linear
 
 from nanovllm.bench import kv, record
 from nanovllm.cli.commands import capture_graphs

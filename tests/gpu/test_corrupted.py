@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec.structs import replace
-from nanovllm_kernels import sampling, thresholds
-from nanovllm_kernels.sampling_reference import CORRUPTED
+from nanovllm_kernels.sampling import draw as sampling, thresholds
+from nanovllm_kernels.sampling.reference import CORRUPTED
 
 from nanovllm.config import Cache, Config, Kernels, Schedule, Server
 from nanovllm.kv.layout import CacheLayout, PagedGroup

@@ -97,7 +97,7 @@ def test_flash_attn_alone(
     new: tuple[int, ...], lengths: tuple[int, ...], is_causal: bool, device: torch.device = CUDA
 ) -> None:
     """Means and logarithms of sums are checked, for rows that end inside tiles."""
-    from nanovllm_kernels.flash_prefill import flash_expanded
+    from nanovllm_kernels.attention.flash_prefill import flash_expanded
 
     sizes = (sum(new), KEY + ROTATED), (sum(lengths), KEY + ROTATED), (sum(lengths), VALUE)
     q, k, v = (torch.randn(n, 16, width, device=device).bfloat16() for n, width in sizes)

@@ -16,7 +16,7 @@ from tests.forks import ROOT, Forks
 KINDS = """
 from pathlib import Path
 from cutlass import cute
-from nanovllm_kernels import block_fp8_cute
+from nanovllm_kernels.products import block_fp8_cute
 
 compile_any = cute.compile
 cute.compile = lambda *a, options, **b: compile_any(*a, options=options + " {option}", **b)

@@ -17,11 +17,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from fl
 COMPILE = """
 import sys
 from pathlib import Path
-from nanovllm_kernels.flash_prefill import compile_causal
-from nanovllm_kernels.gated_linear import compile_gated
+from nanovllm_kernels.attention.flash_prefill import compile_causal
+from nanovllm_kernels.products.gated_linear import compile_gated
 from nanovllm_kernels.compile_cache import use_folder
-from nanovllm_kernels.paged_decode_cute import compile_decode
-from nanovllm_kernels.skinny_linear import compile_product
+from nanovllm_kernels.attention.paged_decode_cute import compile_decode
+from nanovllm_kernels.products.skinny_linear import compile_product
 
 def compile_all(folder):
     use_folder(Path(folder))

@@ -18,7 +18,7 @@ FIXED = {("latent_decode_kernel", "num_pairs")}  # depends on heads and drafts, 
 
 def kernels() -> Iterator[tuple[ast.FunctionDef, set[str]]]:
     """Yield every launched kernel, and its arguments not specialised by Triton."""
-    for path in sorted(FOLDER.glob("*.py")):
+    for path in sorted(FOLDER.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
                 for one in node.decorator_list:

@@ -47,7 +47,7 @@ ROWS = dict(page_table_RM="*i32", starts_R1="*i32", lengths_R="*i32", plan_N5="*
 """
 KERNELS = {
     "latent_store": """
-from nanovllm_kernels.latent_store import latent_store_kernel
+from nanovllm_kernels.attention.latent_store import latent_store_kernel
 types = dict(kv_TX="*bf16", norm_weight_X="*bf16", q_THA="*bf16", cos_sin_LA="*fp32", eps="fp32",
              positions_T="*i64", slot_mapping_T="*i64", latents_PSX="*LATENTS", keys_PSA="*bf16",
              scales_PS="*fp32")
@@ -56,7 +56,7 @@ for heads, num_warps in ((8, 2), (64, 4)):
              X_BLOCK=512, HALF=32, HALF_BLOCK=32, HEADS=heads, WAITS=True, **SCALES)
 """,
     "latent_decode": """
-from nanovllm_kernels.latent_decode import latent_decode_kernel
+from nanovllm_kernels.attention.latent_decode import latent_decode_kernel
 types = dict(ROWS, q_THX="*bf16", rotated_THA="*bf16", latents_PSX="*LATENTS", keys_PSA="*bf16",
              scales_PS="*fp32", o_THX="*bf16", partial_o="*fp32", partial_lse="*fp32", scale="fp32")
 for pairs, num_warps in ((16, 4), (64, 8)):
@@ -64,7 +64,7 @@ for pairs, num_warps in ((16, 4), (64, 8)):
              X_BLOCK=512, A=64, A_BLOCK=64, S=128, BLOCK=32, STAGES=3, **SCALES)
 """,
     "latent_merge": """
-from nanovllm_kernels.latent_decode import latent_merge_kernel
+from nanovllm_kernels.attention.latent_decode import latent_merge_kernel
 types = dict(starts_R1="*i32", plan_N5="*i32", o_THX="*bf16", partial_o="*fp32",
              partial_lse="*fp32")
 for lanes, merged, columns in ((128, 64, 64), (0, 2, 512)):
@@ -72,7 +72,7 @@ for lanes, merged, columns in ((128, 64, 64), (0, 2, 512)):
              X_BLOCK=columns, LANES=lanes, MERGED=merged, WAITS=True)
 """,
     "few_fp8": """
-from nanovllm_kernels.few_fp8 import SHAPES, few_fp8_kernel
+from nanovllm_kernels.products.few_fp8 import SHAPES, few_fp8_kernel
 is_quantised = not SCALES
 types = dict(x_TD="*LATENTS", x_scale_BT="*fp32", weight_ND="*fp8e4nv", scale="*fp32",
              norm_weight_D="*bf16", residual_TN="*bf16", y_TN="*bf16", parts="*fp32",
@@ -91,7 +91,7 @@ for rows, shape in ((rows, shape) for rows in SHAPES for shape in SHAPES[rows]):
 
 KERNELS["delta_prefill"] = """
 import re
-from nanovllm_kernels.delta_prefill import conv_kernel, scan_kernel
+from nanovllm_kernels.delta.prefill import conv_kernel, scan_kernel
 types = dict(slots_R="*i64", starts_R1="*i32", parts_X="*i32", targets_X="*i32", l2_eps="fp32")
 types |= dict.fromkeys("x_TC conv_CW conv_NCW saved_NCW y_TC w_THK u_THV seen_THX o_THV".split(),
                        "*bf16")
@@ -126,7 +126,7 @@ def test_kernels_compile_for_hopper(name: str, is_fp8: bool) -> None:
 
 
 EXCHANGES = """
-from nanovllm_kernels.exchange import NO_EXPERT, add_own_sums_kernel, gather_kernel
+from nanovllm_kernels.exchange.tokens import NO_EXPERT, add_own_sums_kernel, gather_kernel
 common = dict(SIZE=2, PROGRAMS=64, WAITS=True)
 peers = dict(addresses_I="*i64", calls_X="*i32")
 words = dict.fromkeys(gather_kernel.arg_names[:6], "*i32")

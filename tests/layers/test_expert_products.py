@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from nanovllm_kernels.experts_reference import EXPERTS
-from nanovllm_kernels.few_fp8 import FEW_FP8
-from nanovllm_kernels.route_reference import Routing
+from nanovllm_kernels.experts.reference import EXPERTS
+from nanovllm_kernels.experts.route_reference import Routing
+from nanovllm_kernels.products.few_fp8 import FEW_FP8
 
 from nanovllm.config import Kernels, Recipe
 from nanovllm.layers import ops

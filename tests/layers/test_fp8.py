@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from nanovllm_kernels import quantise_cases as kernels, reference
 from nanovllm_kernels.fp8_reference import (
     Fp8Linear,
     Quantised,
@@ -15,6 +14,8 @@ from nanovllm_kernels.fp8_reference import (
     quantise_weight,
     spread,
 )
+from nanovllm_kernels.norms import reference
+from nanovllm_kernels.products import quantise_cases as kernels
 from torch import Tensor
 
 from nanovllm.config import ConfigError, Kernels

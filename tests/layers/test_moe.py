@@ -8,9 +8,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from nanovllm_kernels import route_reference
-from nanovllm_kernels.experts_reference import EXPERTS, ExpertProducts
-from nanovllm_kernels.route_reference import Routing
+from nanovllm_kernels.experts import route_reference
+from nanovllm_kernels.experts.reference import EXPERTS, ExpertProducts
+from nanovllm_kernels.experts.route_reference import Routing
 from torch import Tensor
 
 from nanovllm.config import Kernels, load_config

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from nanovllm_kernels.route_reference import Routing
+from nanovllm_kernels.experts.route_reference import Routing
 from torch import Tensor
 
 from nanovllm.config import Kernels

@@ -7,7 +7,8 @@ from inspect import signature
 
 import pytest
 import torch
-from nanovllm_kernels import library_linear, reference
+from nanovllm_kernels.norms import reference
+from nanovllm_kernels.products import library_linear
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 

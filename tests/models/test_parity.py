@@ -9,8 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from nanovllm_kernels import library_linear
-from nanovllm_kernels.reference import rms_norm, silu_mul
+from nanovllm_kernels.norms.reference import rms_norm, silu_mul
+from nanovllm_kernels.products import library_linear
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from nanovllm_kernels import all_reduce as own, exchange
-from nanovllm_kernels.all_reduce import Peers
+from nanovllm_kernels.exchange import all_reduce as own, tokens
+from nanovllm_kernels.exchange.all_reduce import Peers
 
 from nanovllm.parallel import nccl
 from nanovllm.parallel.nccl import Links, NcclMesh
@@ -77,9 +77,9 @@ def test_lanes_exchange_few_tokens_by_our_kernels(monkeypatch: pytest.MonkeyPatc
     """Each lane has whole dense parts, so nothing else is summed."""
     done: list[Any] = []
     monkeypatch.setattr(
-        exchange, "gather_tokens", lambda *_, num_tokens, peers: done.append(num_tokens)
+        tokens, "gather_tokens", lambda *_, num_tokens, peers: done.append(num_tokens)
     )
-    monkeypatch.setattr(exchange, "add_own_sums", lambda *args: done.append(args[0].shape))
+    monkeypatch.setattr(tokens, "add_own_sums", lambda *args: done.append(args[0].shape))
     mesh, experts_TK = lane(1024), torch.zeros(3, 2, dtype=torch.int32)
     mesh.gather_tokens(torch.ones(3, 60), torch.ones(3, 2), experts_TK, 4)
     mesh.add_own_sums(torch.ones(2, 4, 60), torch.ones(3, 60))
@@ -92,7 +92,7 @@ def test_lanes_exchange_many_tokens_by_nccl() -> None:
     mesh, experts_TK = lane(1023), torch.zeros(3, 2, dtype=torch.int32)
     found = mesh.gather_tokens(torch.ones(3, 64), torch.ones(3, 2), experts_TK, 5)
     assert [part.shape for part in found] == [(10, 64), (10, 2), (10, 2)]
-    assert found[2].view(2, 5, 2)[:, 3:].eq(exchange.NO_EXPERT).all() and found[2][5].eq(0).all()
+    assert found[2].view(2, 5, 2)[:, 3:].eq(tokens.NO_EXPERT).all() and found[2][5].eq(0).all()
     stream_TD = torch.ones(3, 64)
     mesh.add_own_sums(torch.ones(2, 5, 64), stream_TD)
     assert stream_TD.unique().tolist() == [3.0]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from nanovllm_kernels.all_reduce import Peers
+from nanovllm_kernels.exchange.all_reduce import Peers
 
 from nanovllm.config import ConfigError
 from nanovllm.parallel import peers as module

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from nanovllm_kernels import compile_cache
-from nanovllm_kernels.all_reduce import PROGRAMS, Peers
+from nanovllm_kernels.exchange.all_reduce import PROGRAMS, Peers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction
@@ -46,11 +46,11 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 Key = tuple[tuple[str, str], ...]
 PROCESSORS = 132
 IMPORTED = (  # imported before the replacement, since these modules query the device on import
-    "nanovllm_kernels.dense_fp8",
-    "nanovllm_kernels.latent_decode_cute",
-    "nanovllm_kernels.paged_decode_cute",
-    "nanovllm_kernels.skinny_linear",
-    "nanovllm_kernels.thresholds",
+    "nanovllm_kernels.products.dense_fp8",
+    "nanovllm_kernels.attention.latent_decode_cute",
+    "nanovllm_kernels.attention.paged_decode_cute",
+    "nanovllm_kernels.products.skinny_linear",
+    "nanovllm_kernels.sampling.thresholds",
     "nanovllm.attention.flash",
     "nanovllm.layers.expert_kernels",
 )
@@ -227,12 +227,21 @@ def imagine_a_gpu(notes: Notes) -> None:
     JITFunction.run = triton_noted(notes)
     compile_cache.CachedCompile.__call__ = cute_noted(notes)
     for path, reference in (
-        ("nanovllm_kernels.batch_prep:gather_rows", "nanovllm_kernels.batch_reference:gather_rows"),
-        ("nanovllm_kernels.batch_prep:write_back", "nanovllm_kernels.batch_reference:write_back"),
-        ("nanovllm_kernels.ngram:ngram", "nanovllm_kernels.ngram_reference:ngram"),
+        (
+            "nanovllm_kernels.sampling.batch_prep:gather_rows",
+            "nanovllm_kernels.sampling.batch_reference:gather_rows",
+        ),
+        (
+            "nanovllm_kernels.sampling.batch_prep:write_back",
+            "nanovllm_kernels.sampling.batch_reference:write_back",
+        ),
+        (
+            "nanovllm_kernels.sampling.ngram:ngram",
+            "nanovllm_kernels.sampling.ngram_reference:ngram",
+        ),
     ):
         as_referenced(path, reference)
-    sampling = import_module("nanovllm_kernels.sampling")
+    sampling = import_module("nanovllm_kernels.sampling.draw")
     sampling.draw = drawn(sampling.draw)
     for name in IMPORTED:
         import_module(name)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from nanovllm_kernels import sampling_reference
+from nanovllm_kernels.sampling import reference as sampling_reference
 
 from nanovllm.config import Config
 from nanovllm.kv.layout import CacheLayout, PagedGroup

@@ -11,14 +11,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 from nanovllm_kernels import compile_cache
-from nanovllm_kernels.flash_prefill import compile_causal
-from nanovllm_kernels.gated_linear import compile_gated
-from nanovllm_kernels.grouped_linear import (
+from nanovllm_kernels.attention.flash_prefill import compile_causal
+from nanovllm_kernels.attention.paged_decode_cute import compile_decode
+from nanovllm_kernels.experts.grouped_linear import (
     DOWN_TILES,
     compile_down,
 )
-from nanovllm_kernels.paged_decode_cute import compile_decode
-from nanovllm_kernels.skinny_linear import compile_product
+from nanovllm_kernels.products.gated_linear import compile_gated
+from nanovllm_kernels.products.skinny_linear import compile_product
 
 from nanovllm.config import load_config
 from nanovllm.layers.fp8 import BlockFp8
@@ -155,7 +155,7 @@ def test_the_products_of_experts(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_not_written_in_cute_is_not_compiled(folder: Path) -> None:
     assert jobs_for(on_a_gpu("qwen3-0.6b")) == []
     assert [job.function for job in jobs_for(on_a_gpu("qwen3-0.6b", decode="cute"))] == [
-        "nanovllm_kernels.paged_decode_cute:compile_decode"
+        "nanovllm_kernels.attention.paged_decode_cute:compile_decode"
     ]
 
 

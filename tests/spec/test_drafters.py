@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nanovllm_kernels.batch_reference import write_back
+from nanovllm_kernels.sampling.batch_reference import write_back
 
 from nanovllm.registry import resolve
 from nanovllm.spec import DRAFTERS

@@ -1,0 +1,1 @@
+"""The gated delta rule: its convolution and its recurrent states."""

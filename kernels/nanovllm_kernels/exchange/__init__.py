@@ -1,0 +1,1 @@
+"""Sums and gathers over the GPUs of a host, through peer memory."""

@@ -1,0 +1,1 @@
+"""Routed experts: choice of experts, sort of their rows, and their products."""

@@ -1,0 +1,1 @@
+"""Norms, gated activations, and rotary embeddings with the store of keys and values."""

@@ -1,0 +1,101 @@
+"""Products of few rows in CuTe DSL without a GPU: division of the weights, and compilation.
+
+Their results are checked on a GPU only (check-kernels, tests/gpu).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.compiled import printed
+
+CODE = """
+import torch
+from nanovllm_kernels.products.skinny_linear import SKINNY_LINEAR, Kind, Product
+from nanovllm_kernels.products.skinny_linear import compile_product, shape_of
+plain, added, normed, gated = Kind(), Kind(added=True), Kind(True), Kind(True, True)
+"""
+LAYERS = """
+for num_features, width, kind, num_rows in (
+    (4096, 1024, normed, 64),
+    (1024, 2048, added, 64),
+    (6144, 1024, gated, 64),
+    (6144, 4096, normed, 128),
+    (4096, 12288, added, 64),
+    (24576, 4096, gated, 64),
+    (24576, 4096, gated, 128),
+    (151936, 4096, plain, 64),
+    (12352, 2048, normed, 64),
+):
+    shape = shape_of(num_features, width, kind, num_rows)
+    stages = Product(shape, kind).stages
+    run = compile_product(*shape, *kind)
+    print(*shape, stages, num_features // shape.features * shape.splits, callable(run))
+"""
+CHOICE = """
+for num_features, width, num_rows, kind in (
+    (4096, 1024, 64, {}),
+    (4096, 1024, 65, {}),  # the library is faster, the weights are few
+    (4096, 4096, 128, {"added": True}),
+    (4096, 4096, 129, {"added": True}),
+    (151936, 4096, 64, {}),
+    (151936, 4096, 65, {}),  # in many waves, with little room
+    (4096, 1056, 1, {}),  # not whole steps of both slices
+    (5003, 1024, 1, {}),
+    (3072, 1024, 1, {"normed": True, "gated": True}),  # 96 or 192 blocks
+    (2048, 1024, 1, {"normed": True, "gated": True}),
+):
+    weight = torch.empty(num_features, width, dtype=torch.bfloat16, device="meta")
+    fits = (SKINNY_LINEAR.fits(num_rows, of, **kind) for of in (weight, weight.half()))
+    print(*fits)
+"""
+
+
+def said(code: str) -> list[str]:
+    return printed(CODE + code, QUACK_CACHE_ENABLED="0")
+
+
+def test_it_compiles_for_the_layers_of_both_models() -> None:
+    """The shapes of all layers are as expected, and their kernels compile.
+
+    A shape is weight rows, slices, blocks per multiprocessor, groups, stages and blocks. On 132
+    multiprocessors, one, two or three blocks run at once on each.
+    """
+    assert said(LAYERS) == [
+        "64 2 2 1 5 128 True",
+        "32 4 2 1 7 128 True",
+        "96 2 2 1 4 128 True",
+        "96 2 1 2 5 128 True",
+        "64 2 1 1 12 128 True",
+        "96 1 2 1 5 256 True",
+        "192 1 1 2 5 128 True",
+        "128 1 2 1 4 1187 True",
+        "32 1 3 1 6 386 True",
+    ]
+
+
+def test_what_fits() -> None:
+    found = [line.split() for line in said(CHOICE)]
+    assert [fits for fits, _ in found] == [
+        *("True", "False", "True", "False", "True"),
+        *("False", "False", "False", "False", "True"),
+    ]
+    assert {of_other_dtype for _, of_other_dtype in found} == {"False"}
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_the_layers_of_larger_models_fit(tp_size: int) -> None:
+    """All layers of DeepSeek-R1-Distill-Llama 70B have a shape, also on two ranks."""
+    code = f"""
+tp = {tp_size}
+layers = [
+    (10240 // tp, 8192, Kind(True)),
+    (8192, 8192 // tp, Kind(added=True)),
+    (57344 // tp, 8192, Kind(True, True)),
+    (8192, 28672 // tp, Kind(added=True)),
+]
+for num_features, width, kind in layers:
+    shape = shape_of(num_features, width, kind, 32)
+    print(shape and num_features % shape.features == 0 and width % (64 * shape.splits) == 0)
+"""
+    assert said(code) == ["True"] * 4
