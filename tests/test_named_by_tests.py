@@ -30,8 +30,7 @@ DRIVEN_BY = {
     "tests/kernels/attention/test_latent_decode.py": """
         kernels/nanovllm_kernels/attention/latent_reference.py
         kernels/nanovllm_kernels/attention/latent_cases.py
-        kernels/nanovllm_kernels/attention/latent_store.py
-        kernels/nanovllm_kernels/attention/latent_store_cases.py""",
+        kernels/nanovllm_kernels/attention/latent_store.py""",
     "tests/kernels/exchange/test_all_reduce.py": "kernels/nanovllm_kernels/exchange/tokens.py",
     "tests/kernels/sampling/test_ngram.py": "kernels/nanovllm_kernels/sampling/ngram_reference.py",
     "tests/kernels/experts/test_reference.py": """
@@ -148,10 +147,8 @@ DRIVEN_BY = {
     "tests/kernels/products/test_quantise.py": """
         kernels/nanovllm_kernels/products/quantise_cases.py""",
     "tests/kernels/attention/test_latent_decode_cute.py": """
-        kernels/nanovllm_kernels/attention/latent_decode_cute_cases.py
+        kernels/nanovllm_kernels/attention/cute_cases.py
         kernels/nanovllm_kernels/ring_cute.py""",
-    "tests/kernels/attention/test_paged_decode_cute.py": """
-        kernels/nanovllm_kernels/attention/paged_decode_cute_cases.py""",
     "tests/gpu/test_kernels.py": """
         kernels/nanovllm_kernels/products/skinny_cases.py kernels/nanovllm_kernels/timing.py""",
 }

@@ -10,11 +10,10 @@ CHECKED = {  # folder: module: names of its case.Kernel objects, which are upper
     },
     "attention": {
         "paged_decode": "paged_decode",
-        "paged_decode_cute_cases": "paged_decode_cute",
         "paged_prefill": "paged_prefill",
         "latent_decode": "latent_decode",
-        "latent_store_cases": "latent_store",
-        "latent_decode_cute_cases": "latent_decode_cute",
+        "latent_store": "latent_store",
+        "cute_cases": "paged_decode_cute latent_decode_cute",
     },
     "delta": {"cases": "delta_decode delta_drafted delta_prefill"},
     "experts": {

@@ -60,7 +60,7 @@ def test_which_caches_it_is_for(other: dict, reason: str | None) -> None:
 
 
 def test_its_cases_are_those_it_can_run() -> None:
-    from nanovllm_kernels.attention.latent_decode_cute_cases import LATENT_DECODE_CUTE
+    from nanovllm_kernels.attention.cute_cases import LATENT_DECODE_CUTE
 
     cases = LATENT_DECODE_CUTE.cases
     names = [case.name for case in cases]

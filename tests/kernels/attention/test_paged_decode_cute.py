@@ -68,7 +68,7 @@ def test_the_ring_fills_shared_memory(compiled) -> None:
 
 
 def test_its_cases_are_those_it_can_run() -> None:
-    from nanovllm_kernels.attention.paged_decode_cute_cases import PAGED_DECODE_CUTE
+    from nanovllm_kernels.attention.cute_cases import PAGED_DECODE_CUTE
 
     names = [case.name for case in PAGED_DECODE_CUTE.cases]
     assert len(names) == len(set(names)) and not any(case.small for case in PAGED_DECODE_CUTE.cases)
