@@ -136,7 +136,7 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/products/gated_product.py
         kernels/nanovllm_kernels/experts/grouped_product.py kernels/nanovllm_kernels/like.py
         kernels/nanovllm_kernels/products/linear_cases.py""",
-    "tests/kernels/test_triton_compiles.py": "kernels/nanovllm_kernels/following.py",
+    "tests/kernels/test_triton_compiles.py": "kernels/nanovllm_kernels/triton_parts.py",
     "tests/kernels/experts/test_grouped_linear.py": """
         kernels/nanovllm_kernels/experts/gated_experts.py""",
     "tests/kernels/delta/test_delta_kernels.py": """

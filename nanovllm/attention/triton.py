@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import torch
-from nanovllm_kernels.attention.paged_decode import (
-    DECODE as TRITON_DECODE,
-    INTERPRETED,
-    DecodeKernel,
-)
+from nanovllm_kernels.attention.paged_decode import DECODE as TRITON_DECODE, DecodeKernel
 from nanovllm_kernels.attention.paged_prefill import paged_prefill
+from nanovllm_kernels.triton_parts import INTERPRETED
 
 from nanovllm.attention.base import Attend, Batch
 from nanovllm.attention.grouped import PagedKV

@@ -40,7 +40,6 @@ from nanovllm_kernels.attention.paged_decode import (
     MAX_WIDTH,
     DecodeKernel,
     beside_cache,
-    dot,
     merged_parts,
     page_of,
     plan_lanes,
@@ -49,7 +48,7 @@ from nanovllm_kernels.attention.paged_decode import (
 )
 from nanovllm_kernels.case import Kernel
 from nanovllm_kernels.device import follows
-from nanovllm_kernels.following import let_next_come, wait
+from nanovllm_kernels.triton_parts import dot, let_next_come, wait
 
 MERGED, SUMMED = 64, 4096  # limits of one load by a merge program: partial results, elements
 

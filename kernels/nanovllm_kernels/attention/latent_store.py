@@ -18,9 +18,9 @@ from nanovllm_kernels.attention import latent_reference as reference
 from nanovllm_kernels.attention.latent_reference import LEAST_SCALE, parts_of
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
 from nanovllm_kernels.device import follows
-from nanovllm_kernels.following import wait
 from nanovllm_kernels.fp8_reference import LARGEST
 from nanovllm_kernels.norms.rope_store import quantised
+from nanovllm_kernels.triton_parts import wait
 
 MANY = 512  # minimum tokens for programs with many heads
 SIZES = (  # of cases: tokens, heads, elements of a head, of the latent, of the rotated part

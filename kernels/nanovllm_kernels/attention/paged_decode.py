@@ -43,9 +43,8 @@ from nanovllm_kernels.attention import reference
 from nanovllm_kernels.attention.decode_cases import all_rows, by_position, case_of
 from nanovllm_kernels.case import Kernel
 from nanovllm_kernels.device import follows, processors
-from nanovllm_kernels.following import let_next_come, wait
+from nanovllm_kernels.triton_parts import dot, let_next_come, wait
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 BLOCK_BYTES = 16384  # of keys in a block: 64 tokens of width 128 in 16 bits
 STAGES = 3  # 4 are 2 to 7 % slower, measured
 PROGRAMS_PER_PROCESSOR = 2
@@ -339,17 +338,6 @@ def page_of(pages, table_width, block, S: tl.constexpr, BLOCK: tl.constexpr):
     """
     token = block * BLOCK if S % BLOCK == 0 else block * BLOCK + tl.arange(0, BLOCK)
     return tl.load(pages + tl.minimum(token // S, table_width - 1))
-
-
-@triton.jit
-def dot(a, b, sum):
-    """Multiply in full precision: float32 operands are split in three (tf32x3).
-
-    Products of 16-bit operands are exact anyway.
-    """
-    if INTERPRETED:  # NumPy has no bfloat16
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, sum, input_precision="tf32x3")
 
 
 @triton.jit(do_not_specialize_on_alignment=["starts_R1"])

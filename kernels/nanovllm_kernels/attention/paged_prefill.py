@@ -20,11 +20,11 @@ from nanovllm_kernels.attention.paged_decode import (
     FLOAT16_LIFT,
     beside_cache,
     block_tokens,
-    dot,
     page_of,
     scales_of,
 )
 from nanovllm_kernels.case import Args, Case, Kernel, bits
+from nanovllm_kernels.triton_parts import dot
 
 TILE_BYTES = 256  # one column of a tile of queries: 128 rows in 16 bits
 STAGES = 3

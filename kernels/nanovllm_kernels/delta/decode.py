@@ -30,7 +30,7 @@ from torch import Tensor
 
 from nanovllm_kernels.delta.reference import L2_EPS, DeltaWeights
 from nanovllm_kernels.device import follows
-from nanovllm_kernels.following import let_next_come, wait
+from nanovllm_kernels.triton_parts import let_next_come, wait
 
 MOST_WARPS = 4  # with more threads than channels, threads would repeat convolutions of others
 COLUMNS = 64  # columns of the state over neighbouring threads; with fewer, they cover more rows

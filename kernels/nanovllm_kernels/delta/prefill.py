@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm_kernels.attention.paged_decode import INTERPRETED, dot
 from nanovllm_kernels.delta.decode import softplus
 from nanovllm_kernels.delta.reference import L2_EPS, DeltaWeights
+from nanovllm_kernels.triton_parts import INTERPRETED, dot
 
 PIECE = 64
 CONVOLVED, LENGTH = 64, 8  # tokens that a program convolves for one head, and tokens of one run

@@ -27,8 +27,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.device import follows
-from nanovllm_kernels.following import let_next_come, wait
 from nanovllm_kernels.norms import reference
+from nanovllm_kernels.triton_parts import let_next_come, wait
 
 PROGRAMS = 64  # all must run at once, to wait for other ranks: fewer than any GPU's multiprocessors
 MAX_WIDTH = 16384  # elements of a row, which must fit in a program's registers

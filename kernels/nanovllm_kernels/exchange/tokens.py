@@ -28,7 +28,7 @@ from nanovllm_kernels.exchange.all_reduce import (
     sum_of,
     summed,
 )  # fmt: skip
-from nanovllm_kernels.following import let_next_come, wait
+from nanovllm_kernels.triton_parts import let_next_come, wait
 
 NO_EXPERT = -2  # expert of padding tokens; also replaces -1
 GATHERED = 512  # words that a program gathers at a time

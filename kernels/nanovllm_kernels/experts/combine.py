@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.device import follows
-from nanovllm_kernels.following import let_next_come, wait
+from nanovllm_kernels.triton_parts import let_next_come, wait
 
 COLUMNS = 512  # features that a program sums
 

@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm_kernels.attention.paged_decode import dot
 from nanovllm_kernels.experts.route_reference import ExpertRows
+from nanovllm_kernels.triton_parts import dot
 
 FEATURES, DEPTH, WARPS = 128, 64, 8
 

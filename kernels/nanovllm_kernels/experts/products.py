@@ -31,12 +31,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm_kernels.attention.paged_decode import dot
 from nanovllm_kernels.device import follows, processors
 from nanovllm_kernels.experts.combine import store_sum
 from nanovllm_kernels.experts.reference import ExpertProducts
 from nanovllm_kernels.experts.route_reference import Chosen, ExpertRows
-from nanovllm_kernels.following import let_next_come, wait
+from nanovllm_kernels.triton_parts import dot, let_next_come, wait
 
 ALONE, FEW, MANY = 8, 16, 128  # tokens of a tile; ALONE: one pair, with 8-bit weights
 FEW_PER_EXPERT = 16  # average pairs per expert from which on tiles are large

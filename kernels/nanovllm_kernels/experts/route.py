@@ -16,8 +16,8 @@ from torch import Tensor
 
 from nanovllm_kernels.device import follows
 from nanovllm_kernels.experts.route_reference import Placed, Routing, Uniform
-from nanovllm_kernels.following import let_next_come, wait
 from nanovllm_kernels.sampling.draw import mix, uniforms
+from nanovllm_kernels.triton_parts import let_next_come, wait
 
 LOWEST = tl.constexpr(-(1 << 31))  # below every key
 HIGHEST = tl.constexpr((1 << 31) - 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanovllm_kernels.device import follows
 from nanovllm_kernels.experts.route_reference import ExpertRows, most_tiles
-from nanovllm_kernels.following import let_next_come, wait
+from nanovllm_kernels.triton_parts import let_next_come, wait
 
 SCANNED = 8192  # pairs that each program reads; fewer than 32,768, for counts of 16 bits
 TOGETHER = 4  # experts whose pairs a program places in one launch, 2 or 4

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from nanovllm_kernels.case import Args, Case, Kernel, bits, normal
 from nanovllm_kernels.device import follows
-from nanovllm_kernels.following import let_next_come, wait
 from nanovllm_kernels.norms import reference
+from nanovllm_kernels.triton_parts import let_next_come, wait
 
 BLOCK = 1024  # elements per program, 8 per thread: one 16-byte load of each operand
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from nanovllm_kernels.case import Args, Case, Kernel, bits, normal
 from nanovllm_kernels.device import follows
-from nanovllm_kernels.following import let_next_come, wait
 from nanovllm_kernels.norms import reference
+from nanovllm_kernels.triton_parts import let_next_come, wait
 
 MAX_WIDTH = 16384  # elements of a row, which must fit in a program's registers
 HELD = 16384  # router weights that a program holds in registers

@@ -18,10 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm_kernels.attention.paged_decode import INTERPRETED
 from nanovllm_kernels.device import follows
-from nanovllm_kernels.following import let_next_come, wait
 from nanovllm_kernels.norms.reference import Ranks
+from nanovllm_kernels.triton_parts import INTERPRETED, let_next_come, wait
 
 MOST_OVERLAPPED = 128  # tokens up to which attention is launched before this ends
 MAX_WIDTH = 16384  # elements of all heads whose squares are summed: they must fit in registers

@@ -37,11 +37,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm_kernels.attention.paged_decode import INTERPRETED
 from nanovllm_kernels.device import follows, processors
-from nanovllm_kernels.following import let_next_come, wait
 from nanovllm_kernels.fp8_reference import FEW_ROWS, FP8, Scaled
 from nanovllm_kernels.products.quantise import scaled
+from nanovllm_kernels.triton_parts import INTERPRETED, let_next_come, wait
 
 MOST_ROWS = 64  # of x; with more, tiles of many rows are faster
 DEEP = tl.constexpr(128)  # inputs that share a scale

@@ -11,10 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm_kernels.attention.paged_decode import INTERPRETED
 from nanovllm_kernels.device import follows
-from nanovllm_kernels.following import wait
 from nanovllm_kernels.fp8_reference import BLOCK, Quantised, empty
+from nanovllm_kernels.triton_parts import INTERPRETED, wait
 
 BLOCKS = 8, 16  # blocks of 128 numbers per program; 16 if the width is a multiple of that
 
