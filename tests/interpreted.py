@@ -10,38 +10,11 @@ from collections.abc import Callable
 
 import pytest
 import triton
-from triton import language
-from triton.runtime import interpreter
+from nanovllm_kernels.interpreter import patch_once
 
 from tests.forks import Forks
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-
-
-class PatchedOnce:
-    """Replacement of the interpreter's _patch_lang, which patches the functions of triton.language.
-
-    The original patches again for each function that a kernel calls, although the patch lasts until
-    the kernel ends. That takes a quarter of the run time. This one patches once per kernel, and
-    again only for functions with other modules.
-    """
-
-    def __init__(self, patch: Callable) -> None:
-        self.patch = patch
-        self.scope, self.modules = interpreter._LangPatchScope(), set[str]()
-
-    def __call__(self, function: Callable) -> interpreter._LangPatchScope:
-        known = function.__globals__.values()
-        modules = {
-            one.__name__ for one in (language, language.core) if any(one is k for k in known)
-        }
-        if not self.scope._changes:  # the last kernel has ended
-            self.scope, self.modules = self.patch(function), modules
-            return self.scope
-        if not modules <= self.modules:
-            self.scope._changes += self.patch(function)._changes
-            self.modules |= modules
-        return interpreter._LangPatchScope()
 
 
 def in_interpreter(test: Callable) -> Callable:
@@ -85,4 +58,4 @@ def run_command(*arguments: str) -> None:
 
 
 if INTERPRETED:
-    interpreter._patch_lang = PatchedOnce(interpreter._patch_lang)
+    patch_once()

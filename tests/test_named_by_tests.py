@@ -120,7 +120,8 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/sampling/apply_mask.py
         kernels/nanovllm_kernels/sampling/batch_prep.py
         kernels/nanovllm_kernels/sampling/batch_reference.py
-        kernels/nanovllm_kernels/case.py kernels/nanovllm_kernels/attention/decode_cases.py
+        kernels/nanovllm_kernels/case.py kernels/nanovllm_kernels/interpreter.py
+        kernels/nanovllm_kernels/attention/decode_cases.py
         kernels/nanovllm_kernels/delta/cases.py kernels/nanovllm_kernels/norms/norm.py
         kernels/nanovllm_kernels/attention/paged_decode.py
         kernels/nanovllm_kernels/attention/paged_prefill.py

@@ -93,8 +93,8 @@ def checked_rows() -> list[KVRows]:
         KVRows(lengths, (heads, 1, size), page, dtype, "newest", width=width)
         for heads, size, page, width, dtype in (
             (4, 72, 16, 1, torch.bfloat16),
-            (6, 72, 64, 2, torch.bfloat16),
             (16, 72, 64, 4, torch.bfloat16),
+            (6, 72, 64, 2, torch.bfloat16),
             (3, 108, 32, 3, torch.float32),
         )
     ]
