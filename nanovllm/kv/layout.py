@@ -17,7 +17,8 @@ class PagedGroup(Struct, frozen=True):
     """Layers whose keys and values have the same shape (per rank).
 
     Latents are stored as one key head, and `v_size` is 0, since values come from the same latents.
-    In 8 bits, an element is one byte of a token's row (nanovllm_kernels.attention.latent_reference).
+    In 8 bits, an element is one byte of a token's row, whose format is in
+    nanovllm_kernels.attention.latent_reference.
     """
 
     layers: tuple[int, ...]

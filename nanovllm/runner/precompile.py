@@ -76,7 +76,7 @@ def experts_of(model: Decoder) -> list[Job]:
 
 def products_of(model: Decoder) -> list[Job]:
     """Return the fused kernels of the model's products for few rows, and fp8 ones for many."""
-    from nanovllm_kernels import dense_fp8, skinny_linear
+    from nanovllm_kernels.products import dense_fp8, skinny_linear
     from nanovllm_kernels.products.skinny_linear import Kind
 
     found = set()
