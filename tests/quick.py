@@ -6,7 +6,7 @@ QUICK = (
     "attention/",
     "bench/test_gpus.py", "bench/test_record.py", "bench/test_report.py", "bench/test_workload.py",
     "cli/test_bench.py",
-    "demo/test_soak.py",
+    "load/test_soak.py",
     "end_to_end/test_generate.py",
     "engine/test_clock.py", "engine/test_pace.py", "engine/test_process.py",
     "engine/test_progress.py", "engine/test_recent.py",

@@ -1,4 +1,4 @@
-"""A server for one run, started like by a user, and the CPU time of its processes.
+"""A server for one run, started like by a user, and the processes below it.
 
 The names of processes are those given by launch.
 """
@@ -34,6 +34,14 @@ class LiveServer(Struct, frozen=True):
     ready_s: float  # from start to ready
 
 
+class Process(Struct, frozen=True):
+    """One process below a supervisor."""
+
+    name: str
+    branch: str  # name of the supervisor's child that it descends from, or is
+    cpu_s: float
+
+
 @contextmanager
 def started(command: Sequence[str], url: str) -> Iterator[LiveServer]:
     """Run a server until the block ends.
@@ -66,8 +74,8 @@ def stop(server: subprocess.Popen[bytes]) -> None:
     server.wait()
 
 
-def cpu_s(supervisor: int) -> dict[str, float]:
-    """Return the CPU time of a supervisor's descendants by kind; {} without /proc."""
+def descendants(supervisor: int) -> dict[int, Process]:
+    """Return the processes that a process started, by process id; {} without /proc."""
     found: dict[int, tuple[int, str, int]] = {}  # parent, name and ticks by process id
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # the process has ended
@@ -75,13 +83,23 @@ def cpu_s(supervisor: int) -> dict[str, float]:
             state = tail.split()  # from the third field of proc(5) on
             name = head.partition("(")[2]
             found[int(path.parent.name)] = int(state[1]), name, int(state[11]) + int(state[12])
-    used: dict[str, float] = {}
-    for parent, name, ticks in found.values():
+    below: dict[int, Process] = {}
+    for pid, (parent, name, ticks) in found.items():
+        branch = name
         while parent != supervisor and parent in found:
-            parent, name, _ = found[parent]
+            parent, branch, _ = found[parent]
+        if parent == supervisor:
+            below[pid] = Process(name, branch, ticks / TICKS_PER_S)
+    return below
+
+
+def cpu_s(supervisor: int) -> dict[str, float]:
+    """Return the CPU time of a supervisor's descendants by kind; {} without /proc."""
+    used: dict[str, float] = {}
+    for process in descendants(supervisor).values():
         for kind, prefix in KINDS.items():
-            if parent == supervisor and name.startswith(prefix):
-                used[kind] = used.get(kind, 0.0) + ticks / TICKS_PER_S
+            if process.branch.startswith(prefix):
+                used[kind] = used.get(kind, 0.0) + process.cpu_s
     return used
 
 

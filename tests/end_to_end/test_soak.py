@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from recipes.demo.soak.questions import asked, questions
-from recipes.demo.soak.run import Soak
 from tests.end_to_end.demo_server import Server
+from tests.load.soak.questions import asked, questions
+from tests.load.soak.run import Soak
 
 SHORT = ("leave_streams", "leave_requests", "leave_many_choices", "malformed_bodies", "connects",
          "distinct_schemas", "heavy_schemas", "pipelines", "same_request_id", "foreign_pages",

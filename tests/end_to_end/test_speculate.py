@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from recipes.demo.structured import request as structured
 from tests.end_to_end import demo_server
 from tests.end_to_end.demo_server import THINK, Server, asked
+from tests.load.structured import request as structured
 from tests.server.serving import eventually
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

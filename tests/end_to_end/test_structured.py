@@ -13,9 +13,9 @@ import jsonschema
 import pytest
 from pydantic import BaseModel, Field
 
-from recipes.demo.structured import SCHEMAS, run
 from tests.end_to_end import demo_server
 from tests.end_to_end.demo_server import THINK
+from tests.load.structured import SCHEMAS, run
 
 ADA = "Maria is 34 years old, lives in Lima and works as a doctor. Describe her as JSON."
 WEATHER = "What is the weather in Oslo and in Lima?"

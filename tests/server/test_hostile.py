@@ -10,9 +10,9 @@ import socket
 import httpx
 import pytest
 
-from recipes.demo.hostile import ABUSES, first_token_s, waits_s
-from recipes.demo.refused import EARLY, HEADS, PAGES
-from recipes.demo.soak.abuses import (
+from tests.load.hostile import ABUSES, first_token_s, waits_s
+from tests.load.refused import EARLY, HEADS, PAGES
+from tests.load.soak.abuses import (
     WRONG,
     Target,
     ask_for_refusals,

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from nanovllm.server.structured.formats import FORMATS, WRITTEN
 from nanovllm.server.structured.schemas import compiled
-from recipes.demo.schemas import compiler, matches, tag
+from tests.load.schemas import compiler, matches, tag
 
 RIGHT = {
     "date": "2024-02-29 1900-02-28 2000-02-29 1582-10-15 2100-12-31 0004-02-29 9999-04-30",

@@ -11,7 +11,7 @@ import xgrammar
 from nanovllm.server.errors import ApiError
 from nanovllm.server.protocol import parse_request
 from nanovllm.server.structured.schemas import compiled
-from recipes.demo.schemas import compiler, tag
+from tests.load.schemas import compiler, tag
 
 HUGE = 10**309  # 310 digits: the largest double has 309
 KEYWORDS = (

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, assume, given, reject, settings, strategies 
 
 from nanovllm.server.errors import ApiError
 from nanovllm.server.structured.schemas import compiled
-from recipes.demo.schemas import Found, compiler, tag, weigh
+from tests.load.schemas import Found, compiler, tag, weigh
 
 NAMES = ("a", "b", "ab", "c")
 SCALARS = (None, True, False, 0, 1, 2, 3, -1, 0.5, 2.5, 10, "", "a", "b", "ab", "aab", "ba", 'b"\n')

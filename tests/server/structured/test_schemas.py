@@ -19,7 +19,7 @@ from nanovllm.server.structured.automata import PatternError
 from nanovllm.server.structured.formats import FORMATS
 from nanovllm.server.structured.patterns import vet
 from nanovllm.server.structured.schemas import compiled
-from recipes.demo.schemas import compiler, matches, tag
+from tests.load.schemas import compiler, matches, tag
 
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
 OBJECT = {"type": "object", "properties": {"a": INTEGER}}

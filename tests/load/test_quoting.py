@@ -12,9 +12,9 @@ import pytest
 from nanovllm.bench import store
 from nanovllm.config import load_config
 from nanovllm.server.protocol import parse_request
-from recipes.demo import quoting
-from recipes.demo.quoting import KINDS, SPECULATE, Asked, Found, questions, record_of
-from recipes.demo.soak.questions import Answer, Choice
+from tests.load import quoting
+from tests.load.quoting import KINDS, SPECULATE, Asked, Found, questions, record_of
+from tests.load.soak.questions import Answer, Choice
 
 DRAFTS = {"acceptance_length": 2.5}
 
@@ -100,7 +100,7 @@ def test_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Found({1: [(answered(*"abcd"), answered(*"abcd"))]}, {1: DRAFTS})
     made = record_of(found, load_config(None, SPECULATE), "2026-11-22T12:00:00+00:00", 3.21, 1)
     assert made.kind == "demo" and made.workload["name"] == "quoting" and made.duration_s == 3.2
-    assert made.argv == ["python", "-m", "recipes.demo.quoting", "--rounds", "1"]
+    assert made.argv == ["python", "-m", "tests.load.quoting", "--rounds", "1"]
     assert made.recipe["speculate"]["method"] == "ngram"
     assert store.find(str(store.write(made, tmp_path)), tmp_path) == made
 

@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import msgspec
 
-from recipes.demo.soak.abuses import ABUSES, PATIENCE_S, Target
-from recipes.demo.soak.questions import Answer, Body, RefusedError, answer, asked, questions
-from recipes.demo.soak.state import CACHE, MIB, State, slope_mib_per_hour, state
+from tests.load.soak.abuses import ABUSES, PATIENCE_S, Target
+from tests.load.soak.questions import Answer, Body, RefusedError, answer, asked, questions
+from tests.load.soak.state import CACHE, MIB, State, slope_mib_per_hour, state
 
 log = logging.getLogger("soak")
 ABUSERS = 2  # at once, each with its own abuse

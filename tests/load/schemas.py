@@ -1,6 +1,6 @@
 """Acceptance of a folder of schemas with instances: accepted schemas, and instances they allow.
 
-    python -m recipes.demo.schemas FOLDER --results-dir results
+    python -m tests.load.schemas FOLDER --results-dir results
 
 A file has `schema` and `tests`, a list of `data` and whether it is `valid`. JSONSchemaBench and the
 JSON Schema test suite use this format. Each schema is compiled strictly and as best effort. The
@@ -381,7 +381,7 @@ def record_of(
         workload={"name": "schemas", "sample": sample or 0},
         metrics=metrics,
     )
-    argv = ["python", "-m", "recipes.demo.schemas", folder, *sys.argv[2:]]
+    argv = ["python", "-m", "tests.load.schemas", folder, *sys.argv[2:]]
     return msgspec.structs.replace(made, argv=argv)
 
 

@@ -1,6 +1,6 @@
 """Speed-up by n-gram drafts where answers quote their prompts: the demo with and without drafts.
 
-    python -m recipes.demo.quoting --results-dir results
+    python -m tests.load.quoting --results-dir results
 
 Serves the demo twice, the second time with `speculate`, and sends both the same questions in turn.
 They are sentences to repeat, texts to fill into JSON, tool calls, and answers to repeat. Half of
@@ -34,7 +34,7 @@ from nanovllm.config import Config, load_config
 from recipes.demo.corpus import extract, rewrite, tools, words
 from recipes.demo.corpus.draw import Draw
 from recipes.demo.corpus.sample import Sample, user
-from recipes.demo.soak.questions import Answer, Body, answer
+from tests.load.soak.questions import Answer, Body, answer
 
 log = logging.getLogger("quoting")
 SPECULATE = [  # best of 4 to 7 tokens and matches of 1 or 2 to 3, 4 or 8; two cores
@@ -212,7 +212,7 @@ def record_of(
         },
         metrics=found.metrics(),
     )
-    argv = ["python", "-m", "recipes.demo.quoting", *sys.argv[1:]]
+    argv = ["python", "-m", "tests.load.quoting", *sys.argv[1:]]
     return msgspec.structs.replace(made, argv=argv)
 
 

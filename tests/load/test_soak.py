@@ -10,8 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from nanovllm.server.protocol import parse_request
-from recipes.demo.soak.questions import Answer, Choice, RefusedError, add, count, folded, questions
-from recipes.demo.soak.state import (
+from tests.load.soak.questions import Answer, Choice, RefusedError, add, count, folded, questions
+from tests.load.soak.state import (
     AS_BEFORE,
     CACHE,
     MIB,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import httpx
 from msgspec import Struct
+
+from nanovllm.bench.started import descendants
 
 MIB = 2**20
 LINE = re.compile(r"^([a-z_:]+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
@@ -78,31 +79,18 @@ async def state(url: str, supervisor: int | None) -> State:
 
 def held_by(supervisor: int) -> dict[str, Held]:
     """Return the resources of a process and its descendants, by name. Return {} without /proc."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # the process has ended
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(") ")[2].split()[1])
     found: dict[str, Held] = {}
-    for pid in parents:
-        if pid == supervisor or is_below(pid, supervisor, parents):
-            with suppress(OSError):
-                name, one = one_process(Path("/proc", str(pid)))
-                was = found.get(name, Held(0, 0, 0, 0.0))
-                found[name] = Held(
-                    was.processes + 1,
-                    was.descriptors + one.descriptors,
-                    was.threads + one.threads,
-                    was.rss_mib + one.rss_mib,
-                )
+    for pid in (supervisor, *descendants(supervisor)):
+        with suppress(OSError):
+            name, one = one_process(Path("/proc", str(pid)))
+            was = found.get(name, Held(0, 0, 0, 0.0))
+            found[name] = Held(
+                was.processes + 1,
+                was.descriptors + one.descriptors,
+                was.threads + one.threads,
+                was.rss_mib + one.rss_mib,
+            )
     return found
-
-
-def is_below(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
-    while pid in parents:
-        pid = parents[pid]
-        if pid == ancestor:
-            return True
-    return False
 
 
 def one_process(folder: Path) -> tuple[str, Held]:

@@ -1,6 +1,6 @@
 """Soak test: well-behaved clients and abusers at once, then a check that all resources are freed.
 
-    python -m recipes.demo.soak --minutes 30 --results-dir results
+    python -m tests.load.soak --minutes 30 --results-dir results
 
 Starts the demo on the CPU. Fails if an answer differs from the one given without load, or if a good
 request is refused although the queue has room. Fails, too, if memory, descriptors, threads,
@@ -26,7 +26,7 @@ import msgspec
 
 from nanovllm.bench import record, store
 from nanovllm.bench.started import stop
-from recipes.demo.soak.run import Soak
+from tests.load.soak.run import Soak
 
 log = logging.getLogger("soak")
 START_S = 120.0
@@ -80,7 +80,7 @@ def record_of(soak: Soak, started_at: str, args: argparse.Namespace) -> record.R
         metrics=soak.metrics(),
         notes="; ".join(soak.problems)[:4000],
     )
-    return msgspec.structs.replace(made, argv=["python", "-m", "recipes.demo.soak", *sys.argv[1:]])
+    return msgspec.structs.replace(made, argv=["python", "-m", "tests.load.soak", *sys.argv[1:]])
 
 
 def main() -> None:

@@ -8,36 +8,22 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-
-def processes(supervisor: int) -> dict[int, str]:
-    """Return the names of the supervisor's descendants by process id."""
-    parents: dict[int, tuple[int, str]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            before, _, after = path.read_text().rpartition(") ")
-            parents[int(path.parent.name)] = int(after.split()[1]), before.partition("(")[2]
-    found: dict[int, str] = {}
-    for pid, (parent, name) in parents.items():
-        while parent in parents and parent != supervisor:
-            parent = parents[parent][0]
-        if parent == supervisor:
-            found[pid] = name
-    return found
+from nanovllm.bench.started import descendants
 
 
 def api_mib(supervisor: int) -> float:
     """Return the resident memory of the API process and its process for large bodies, if any."""
     total = 0
-    for pid, name in processes(supervisor).items():
-        if name.startswith(("nanovllm-api", "nanovllm-large")):
+    for pid, process in descendants(supervisor).items():
+        if process.name.startswith(("nanovllm-api", "nanovllm-large")):
             with contextlib.suppress(OSError):
                 total += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return total * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def num_open_files(supervisor: int) -> int:
-    names = processes(supervisor).items()
-    (pid,) = (pid for pid, name in names if name.startswith("nanovllm-api"))
+    below = descendants(supervisor).items()
+    (pid,) = (pid for pid, process in below if process.name.startswith("nanovllm-api"))
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 

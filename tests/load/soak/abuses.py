@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
-from recipes.demo.refused import EARLY, HEADS as FORBIDDEN, PAGES
-from recipes.demo.soak.questions import CHAT, NAME, asked, schema, thing
+from tests.load.refused import EARLY, HEADS as FORBIDDEN, PAGES
+from tests.load.soak.questions import CHAT, NAME, asked, schema, thing
 
 PATIENCE_S = 20.0
 WRONG = 599  # stands for any status other than the refusal that a request must get

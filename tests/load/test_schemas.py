@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from nanovllm.bench import store
-from recipes.demo.schemas import Found, arrange, judge, reasons, record_of, run, summary
+from tests.load.schemas import Found, arrange, judge, reasons, record_of, run, summary
 
 POINT = {
     "type": "object",

@@ -1,6 +1,6 @@
 """Hostile load: time to first token of a small request during each kind of abuse.
 
-    python -m recipes.demo.hostile --results-dir results
+    python -m tests.load.hostile --results-dir results
 
 Serves RECIPE (default: the demo). For each abuse, measures the small request alone and then during
 the abuse, one request after another in both cases. Abusers run in processes of the lowest priority,
@@ -34,8 +34,8 @@ import numpy as np
 from nanovllm.bench import record, store
 from nanovllm.bench.started import started
 from nanovllm.config import load_config
-from recipes.demo.refused import EARLY, HEADS, JSON, PAGES
-from recipes.demo.server_memory import api_mib, num_open_files, watched
+from tests.load.refused import EARLY, HEADS, JSON, PAGES
+from tests.load.server_memory import api_mib, num_open_files, watched
 
 log = logging.getLogger("hostile")
 CHAT = "/v1/chat/completions"
@@ -346,7 +346,7 @@ def main() -> None:
             workload={"name": "hostile", "abuses": names, "seconds": args.seconds},
             metrics=metrics,
         )
-        argv = ["python", "-m", "recipes.demo.hostile", *sys.argv[1:]]
+        argv = ["python", "-m", "tests.load.hostile", *sys.argv[1:]]
         made = msgspec.structs.replace(made, argv=argv)
         log.info("record: %s", store.write(made, args.results_dir))
     peak = max(value for key, value in metrics.items() if key.endswith("peak_rss_mib"))

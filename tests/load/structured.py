@@ -1,6 +1,6 @@
 """Acceptance of structured outputs: the demo model fills schemas, and `jsonschema` judges.
 
-    python -m recipes.demo.structured --url http://127.0.0.1:8000/v1 --results-dir results
+    python -m tests.load.structured --url http://127.0.0.1:8000/v1 --results-dir results
 
 1,000 requests over 100 schemas of the kinds that users write. Each schema has ten requests, with
 different prompts, seeds and temperatures. An answer that was cut off counts as a failure.
@@ -252,7 +252,7 @@ def record_of(found: Found, started_at: str, count: int, concurrency: int) -> re
         workload=workload | {"requests": count * len(SCHEMAS)},
         metrics=metrics,
     )
-    argv = ["python", "-m", "recipes.demo.structured", *sys.argv[1:]]
+    argv = ["python", "-m", "tests.load.structured", *sys.argv[1:]]
     return msgspec.structs.replace(made, argv=argv)
 
 
