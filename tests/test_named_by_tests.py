@@ -101,18 +101,18 @@ DRIVEN_BY = {
         nanovllm/server/parsers/json_types.py
         nanovllm/server/parsers/json_value.py nanovllm/server/parsers/machine.py
         nanovllm/server/parsers/plain.py""",
-    "tests/server/structured/test_automata.py": """
-        nanovllm/server/structured/numbers.py nanovllm/server/structured/regexes.py
-        nanovllm/server/structured/texts.py""",
-    "tests/server/structured/test_tag.py": """
-        nanovllm/server/structured/forms.py""",
-    "tests/server/structured/test_schemas.py": """
-        nanovllm/server/structured/facts.py nanovllm/server/structured/grammar.py
-        nanovllm/server/structured/keywords.py nanovllm/server/structured/negation.py
-        nanovllm/server/structured/objects.py nanovllm/server/structured/parts.py
-        nanovllm/server/structured/patterns.py nanovllm/server/structured/productive.py
-        nanovllm/server/structured/reading.py nanovllm/server/structured/references.py
-        nanovllm/server/structured/register.py nanovllm/server/structured/rules.py""",
+    "tests/grammars/test_automata.py": """
+        nanovllm/grammars/numbers.py nanovllm/grammars/regexes.py
+        nanovllm/grammars/texts.py""",
+    "tests/server/test_tag.py": """
+        nanovllm/grammars/forms.py""",
+    "tests/grammars/test_schemas.py": """
+        nanovllm/grammars/facts.py nanovllm/grammars/grammar.py
+        nanovllm/grammars/keywords.py nanovllm/grammars/negation.py
+        nanovllm/grammars/objects.py nanovllm/grammars/parts.py
+        nanovllm/grammars/patterns.py nanovllm/grammars/productive.py
+        nanovllm/grammars/reading.py nanovllm/grammars/references.py
+        nanovllm/grammars/register.py nanovllm/grammars/rules.py""",
     "tests/kernels/test_interpreted.py": """
         nanovllm/attention/paged.py nanovllm/attention/triton.py
         nanovllm/cli/check_kernels.py nanovllm/attention/delta_triton.py

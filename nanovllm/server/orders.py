@@ -10,7 +10,7 @@ from msgspec import structs
 from nanovllm.server.errors import bad_value, misplaced, too_long
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.served import Served
-from nanovllm.server.structured.tag import structural_tag, vet_tools
+from nanovllm.server.tag import structural_tag, vet_tools
 from nanovllm.server.template import Prompt
 from nanovllm.wire import Generate, Sampling
 

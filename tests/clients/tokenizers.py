@@ -35,7 +35,7 @@ from nanovllm.server.probe import TemplateFacts, facts_of
 from nanovllm.server.protocol import ChatRequest, parse_request
 from nanovllm.server.renderer import Renderer
 from nanovllm.server.served import Served
-from nanovllm.server.structured.tag import structural_tag
+from nanovllm.server.tag import structural_tag
 from nanovllm.server.template import Template
 from nanovllm.server.template_files import template_files
 from nanovllm.wire import Ready

@@ -18,7 +18,7 @@ from nanovllm.engine.grammars import Compiler, Grammars
 from nanovllm.engine.matching import CompiledPair, Matcher
 from nanovllm.server.protocol import parse_request
 from nanovllm.server.served import Served
-from nanovllm.server.structured.tag import structural_tag
+from nanovllm.server.tag import structural_tag
 from nanovllm.wire import Generate, Ready, Sampling, StepOutput
 
 VOCAB, END = 2048, 2041

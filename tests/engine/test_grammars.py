@@ -42,7 +42,7 @@ def ebnf(text) -> dict:
 
 
 def thinking(begun, answer, **how) -> dict:
-    """Return the tag that server.structured.tag makes for an answer after thinking."""
+    """Return the tag that server.tag makes for an answer after thinking."""
     text = {"type": "any_text", **how}
     end = {"type": "tag", "begin": "", "content": text, "end": token(END_THINK)}
     thoughts = [end, {"type": "regex", "pattern": "\n{0,2}"}]

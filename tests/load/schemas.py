@@ -30,8 +30,8 @@ import msgspec
 import xgrammar
 
 from nanovllm.bench import record, store
-from nanovllm.server.errors import ApiError
-from nanovllm.server.structured.schemas import compiled
+from nanovllm.grammars.register import SchemaError
+from nanovllm.grammars.schemas import compiled
 
 log = logging.getLogger("schemas")
 LIMIT_S = 20.0  # seconds for one schema, instances included
@@ -64,13 +64,13 @@ def judge(path: Path) -> Found:
     schema, found = body["schema"], Found(path.stem)
     try:
         compiled(schema, "schema", exact=False)
-    except ApiError as error:
-        found.best_refusal = error.message
+    except SchemaError as error:
+        found.best_refusal = str(error)
     begun = time.process_time()
     try:
         text = compiled(schema, "schema", exact=True)
-    except ApiError as error:
-        found.refusal = error.message
+    except SchemaError as error:
+        found.refusal = str(error)
     found.compile_s = time.process_time() - begun
     if found.refusal is None:
         found.grammar_bytes = len(text)

@@ -303,3 +303,20 @@ STRICT = [{"function": {"name": "f", "strict": True}}]
 )
 def test_what_needs_a_grammar(fields, expected) -> None:
     assert parse(field(**fields)).constrained_by == expected
+
+
+@pytest.mark.parametrize("number", ["1" * 309, "-" + "1" * 4300, "1" * 4301, "1e400"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *('"temperature": N', '"seed": N', '"max_tokens": N', '"top_k": N', '"priority": N'),
+        *('"logit_bias": {"1": N}', '"logit_bias": {"N": 1}', '"stop_token_ids": [N]'),
+        *('"thinking_token_budget": N', '"n": N', '"min_p": N', '"allowed_token_ids": [N]'),
+    ],
+)
+def test_a_request_with_such_a_number_is_a_400(body: str, number: str) -> None:
+    whole = '{"messages": [{"role": "user", "content": "x"}], ' + body.replace("N", number) + "}"
+    with pytest.raises(ApiError) as caught:
+        parse_request(whole.encode(), model="m", vocab_size=100)
+    assert caught.value.status == 400
+    assert len(json.loads(caught.value.body())["error"]["message"]) < 1100

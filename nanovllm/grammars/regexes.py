@@ -16,7 +16,7 @@ from itertools import pairwise
 from re import _constants as op, _parser as reader  # type: ignore[attr-defined]
 from typing import Any
 
-from nanovllm.server.structured.automata import (
+from nanovllm.grammars.automata import (
     LAST,
     Dfa,
     PatternError,

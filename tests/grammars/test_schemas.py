@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import xgrammar
 
-from nanovllm.server.errors import ApiError
-from nanovllm.server.structured.automata import PatternError
-from nanovllm.server.structured.formats import FORMATS
-from nanovllm.server.structured.patterns import vet
-from nanovllm.server.structured.schemas import compiled
+from nanovllm.grammars.automata import PatternError
+from nanovllm.grammars.formats import FORMATS
+from nanovllm.grammars.patterns import vet
+from nanovllm.grammars.register import SchemaError
+from nanovllm.grammars.schemas import compiled
 from tests.load.schemas import compiler, matches, tag
 
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
@@ -229,12 +229,12 @@ INEXACT = [
 
 @pytest.mark.parametrize(("schema", "what", "place"), INEXACT)
 def test_what_cannot_be_enforced_is_refused_unless_best_effort(schema, what, place) -> None:
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(SchemaError) as refused:
         compiled(schema, "the_field", exact=True)
-    message = refused.value.message
+    message = str(refused.value)
     assert message.startswith("the_field: ") and what in message, message
     assert message.endswith(f", at {place}"), message
-    assert refused.value.param == "the_field" and refused.value.status == 400
+    assert refused.value.field == "the_field"
     assert matches(grammar_of(schema, exact=False), {})
 
 
@@ -288,7 +288,7 @@ def test_best_effort_leaves_out_no_more_than_it_must() -> None:
 )  # fmt: skip
 def test_a_malformed_schema_is_always_refused(schema, message) -> None:
     for exact in (True, False):
-        with pytest.raises(ApiError, match=f"the_field: the schema .*{message}"):
+        with pytest.raises(SchemaError, match=f"the_field: the schema .*{message}"):
             compiled(schema, "the_field", exact=exact)
 
 
@@ -313,8 +313,8 @@ def test_no_schema_takes_long(schema) -> None:
     for exact in (True, False):
         try:
             assert len(compiled(schema, "x", exact=exact)) <= 1 << 20
-        except ApiError as error:
-            assert error.status == 400
+        except SchemaError as error:
+            assert error.field == "x"
         except RecursionError:  # raised by json.dumps, before the schema is read
             assert schema["type"] == "array"
     assert time.process_time() - begun < 12

@@ -12,8 +12,8 @@ from uuid import UUID
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.server.structured.formats import FORMATS, WRITTEN
-from nanovllm.server.structured.schemas import compiled
+from nanovllm.grammars.formats import FORMATS, WRITTEN
+from nanovllm.grammars.schemas import compiled
 from tests.load.schemas import compiler, matches, tag
 
 RIGHT = {

@@ -1,6 +1,6 @@
 """Cost of masks over an adversarial walk of every form of string and number.
 
-    python -m tests.server.structured.walk FOLDER
+    python -m tests.grammars.walk FOLDER
 
 FOLDER holds the tokenizer.json of a model. Searches every form for its most expensive mask, after
 each kind of character and before every limit. Prints milliseconds of CPU time, by form and in
@@ -23,8 +23,8 @@ from tokenizers import Tokenizer
 from nanovllm.engine.dearest import Search
 from nanovllm.engine.grammars import Compiler
 from nanovllm.engine.matching import Matcher
-from nanovllm.server.structured.formats import FORMATS
-from nanovllm.server.structured.schemas import compiled
+from nanovllm.grammars.formats import FORMATS
+from nanovllm.grammars.schemas import compiled
 
 log = logging.getLogger("walk")
 STRING, NUMBER = {"type": "string"}, {"type": "number"}

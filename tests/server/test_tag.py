@@ -19,7 +19,7 @@ from nanovllm.server.errors import ApiError
 from nanovllm.server.parsers.base import CallPart, CallStart, Reasoning, Text, joined
 from nanovllm.server.protocol import ChatRequest, parse_request
 from nanovllm.server.served import Served
-from nanovllm.server.structured.tag import structural_tag
+from nanovllm.server.tag import structural_tag
 from nanovllm.wire import Ready
 
 VOCAB = 2048

@@ -13,15 +13,15 @@ import json
 from collections.abc import Iterable
 from itertools import count
 
-from nanovllm.server.structured.automata import LAST, Dfa, Ranges, inverted, merged
-from nanovllm.server.structured.productive import (
+from nanovllm.grammars.automata import LAST, Dfa, Ranges, inverted, merged
+from nanovllm.grammars.productive import (
     Rule,
     bare,
     is_rule,
     productive,
     renamed,
 )
-from nanovllm.server.structured.regexes import MANY
+from nanovllm.grammars.regexes import MANY
 
 MAX_RULES = 60_000
 SPACE = r"[ \n\r\t]"

@@ -8,12 +8,12 @@ models do not write.
 
 from __future__ import annotations
 
-from nanovllm.server.errors import ApiError
-from nanovllm.server.parsers.base import KEY_NAME
-from nanovllm.server.structured import texts
-from nanovllm.server.structured.automata import Dfa, PatternError, difference, intersection
-from nanovllm.server.structured.facts import Conj, Object, String
-from nanovllm.server.structured.forms import (
+import re
+
+from nanovllm.grammars import texts
+from nanovllm.grammars.automata import Dfa, PatternError, difference, intersection
+from nanovllm.grammars.facts import Conj, Object, String
+from nanovllm.grammars.forms import (
     ANY_TEXT,
     Format,
     constant,
@@ -22,26 +22,38 @@ from nanovllm.server.structured.forms import (
     optional,
     sequence,
 )
-from nanovllm.server.structured.grammar import Grammar
-from nanovllm.server.structured.objects import Objects
-from nanovllm.server.structured.regexes import found
-from nanovllm.server.structured.register import InexactError
-from nanovllm.server.structured.rules import Rules
-from nanovllm.server.structured.schemas import MAX_SPACE, OBJECT, read
+from nanovllm.grammars.grammar import Grammar
+from nanovllm.grammars.objects import Objects
+from nanovllm.grammars.regexes import found
+from nanovllm.grammars.register import InexactError, SchemaError
+from nanovllm.grammars.rules import Rules
+from nanovllm.grammars.schemas import MAX_SPACE, OBJECT, read
 
 NO_STRING = {"type": ["null", "boolean", "number", "object", "array"]}
 
 
 class Parameters:
-    def __init__(self, syntax: tuple[str, str], schema: object, where: str, *, exact: bool) -> None:
-        """`syntax`: the text before and after a parameter, with NAME for its name."""
+    def __init__(
+        self,
+        syntax: tuple[str, str],
+        names: re.Pattern[str],
+        *,
+        schema: object,
+        where: str,
+        exact: bool,
+    ) -> None:
+        """`syntax`: the text before and after a parameter, with NAME for its name.
+
+        `names`: the names that the model can write.
+        """
         self._before, self._after = syntax
+        self._names = names
         self._where = where
         self._reader = read(schema, where, exact=exact)
         self._conj = self._reader.conj(schema, "#") + self._reader.conj(OBJECT, "#")
 
     def form(self) -> Format:
-        """Return the format of all parameters. Raise ApiError."""
+        """Return the format of all parameters. Raise SchemaError."""
         found = []
         for facts in self._reader.settled(self._conj):
             try:
@@ -67,9 +79,9 @@ class Parameters:
                 return None
             if value is None:
                 continue
-            if not KEY_NAME.fullmatch(name):
-                text = f"{self._where}: this model cannot write a parameter named {name!r}"
-                raise ApiError(400, text, param=self._where, code="invalid_schema")
+            if not self._names.fullmatch(name):
+                text = f"this model cannot write a parameter named {name!r}"
+                raise SchemaError(self._where, text)
             begin = constant(self._before.replace("NAME", name))
             join = sequence if is_required else optional
             made.append(join(begin, value, constant(self._after)))
@@ -83,7 +95,7 @@ class Parameters:
             return constant("")
         begin, end = self._before.split("NAME")
         rules = Rules(0)
-        names = intersection(names, found(f"^(?:{KEY_NAME.pattern})$"))
+        names = intersection(names, found(f"^(?:{self._names.pattern})$"))
         name = rules.text(rules.dfa(names, in_json=False))
         if name is None:
             return constant("")

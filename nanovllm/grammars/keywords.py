@@ -7,9 +7,8 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from nanovllm.server.parsers.json_types import json_type
-from nanovllm.server.structured.automata import MAX_EXPLORED, PatternError, TooLargeError
-from nanovllm.server.structured.facts import (
+from nanovllm.grammars.automata import MAX_EXPLORED, PatternError, TooLargeError
+from nanovllm.grammars.facts import (
     ANYTHING,
     EVERYTHING,
     Array,
@@ -21,10 +20,10 @@ from nanovllm.server.structured.facts import (
     PropertyLayer,
     String,
 )
-from nanovllm.server.structured.formats import FORMATS
-from nanovllm.server.structured.regexes import found
-from nanovllm.server.structured.register import Register
-from nanovllm.server.structured.texts import weighed
+from nanovllm.grammars.formats import FORMATS
+from nanovllm.grammars.regexes import found
+from nanovllm.grammars.register import Register
+from nanovllm.grammars.texts import weighed
 
 MAX_CHARS = 4096  # characters of an expression
 MAX_VALUES = 20_000  # values of one enum
@@ -76,7 +75,7 @@ class Keywords:
         Objects and arrays become constraints with one constant schema per part.
         """
         texts = tuple(dict.fromkeys(v for v in values if isinstance(v, str)))
-        numbers = [value for value in values if json_type(value) == "number"]
+        numbers = [value for value in values if is_number(value)]
         are_finite = all(is_finite(value) for value in numbers)
         self._reader.expect(are_finite, path, "has a number that is not finite as a value")
         fractions = tuple(dict.fromkeys(map(fraction, numbers)))
@@ -139,8 +138,8 @@ class Keywords:
         value = given.get("multipleOf")
         if value is None:
             return frozenset()
-        is_number = json_type(value) == "number" and is_finite(value) and value > 0
-        self._reader.expect(is_number, path, "has no number above 0 as 'multipleOf'")
+        fits = is_number(value) and is_finite(value) and value > 0
+        self._reader.expect(fits, path, "has no number above 0 as 'multipleOf'")
         return frozenset({fraction(value)})
 
     def bounds(self, given: Schema, path: str) -> tuple[Bound | None, Bound | None]:
@@ -150,7 +149,7 @@ class Keywords:
                 value = given.get(name)
                 if value is None or (isinstance(value, bool) and name.startswith("excl")):
                     continue  # draft 4 has a boolean here
-                fits = json_type(value) == "number" and is_finite(value)
+                fits = is_number(value) and is_finite(value)
                 self._reader.expect(fits, path, f"has no number as {name!r}")
                 is_out = name.startswith("excl") or given.get(f"exclusive{name.title()}") is True
                 found[side].append((fraction(value), is_out))
@@ -212,7 +211,7 @@ class Keywords:
         """Return the least and the greatest count from two keywords; None above MAX_LENGTH."""
         there = {keyword: given[keyword] for keyword in (least, most) if keyword in given}
         for keyword, value in there.items():
-            fits = json_type(value) == "number" and value == value // 1 and value >= 0
+            fits = is_number(value) and value == value // 1 and value >= 0
             self._reader.expect(fits, path, f"has no integer from 0 as {keyword!r}")
         low, high = int(there.get(least, 0)), there.get(most)
         self._reader.expect(low <= MAX_LENGTH, path, f"has {least!r} above {MAX_LENGTH}")
@@ -224,6 +223,10 @@ class Keywords:
             return ()
         self._reader.expect(is_list, path, "has no list of names as 'required'")
         return tuple(dict.fromkeys(given))  # type: ignore[call-overload]
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_finite(value: float) -> bool:

@@ -5,22 +5,23 @@ It has thinking, then calls in the family's syntax, text, or the form that the c
 Decision: markers that are single tokens are matched as tokens, and the engine gives added tokens no
 text that a grammar could match. So markers never appear inside JSON or prose. The same letters
 written with ordinary tokens end nothing, in the grammar as in the parser.
+
+A call in the grammar matches, to the byte, the calls that the family's models and templates write
+and its parser reads.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import msgspec
 
-from nanovllm.server.errors import bad_value, misplaced
-from nanovllm.server.parsers.base import END_THINK, THINK
-from nanovllm.server.protocol import STRUCTURES, ChatRequest
-from nanovllm.server.served import Served
-from nanovllm.server.structured.automata import PatternError
-from nanovllm.server.structured.calls import arguments, calls, spelled
-from nanovllm.server.structured.forms import (
+from nanovllm.grammars.automata import PatternError
+from nanovllm.grammars.forms import (
     ANY_TEXT,
     Format,
     constant,
@@ -29,8 +30,14 @@ from nanovllm.server.structured.forms import (
     optional,
     sequence,
 )
-from nanovllm.server.structured.patterns import vet
-from nanovllm.server.structured.schemas import MAX_SPACE, OBJECT, compiled
+from nanovllm.grammars.parameters import Parameters
+from nanovllm.grammars.patterns import vet
+from nanovllm.grammars.register import SchemaError
+from nanovllm.grammars.schemas import MAX_SPACE, OBJECT, compiled
+from nanovllm.server.errors import ApiError, bad_value, misplaced
+from nanovllm.server.parsers.base import END_THINK, KEY_NAME, THINK, Syntax
+from nanovllm.server.protocol import STRUCTURES, ChatRequest
+from nanovllm.server.served import Served
 
 MAX_TAG_DEPTH = 32
 MAX_TAG_SPACE = 64
@@ -40,6 +47,15 @@ MAX_TAG_BYTES = 1 << 20  # of the whole tag, since there may be many tools
 MAX_CHOICE_BYTES = 1 << 16  # of all texts of a choice
 NO_CALL: Format = {"type": "regex", "pattern": r"[^{\[\s](.|\s)*"}
 GAP: Format = {"type": "regex", "pattern": "\n{0,2}"}  # after thinking
+Ids = Mapping[str, int]  # ids of the markers that are single tokens
+
+
+class Function(NamedTuple):
+    """A function's parameters: the request's field, their schema, and whether all is enforced."""
+
+    where: str
+    schema: object
+    exact: bool
 
 
 def structural_tag(request: ChatRequest, served: Served, turn: str) -> str:
@@ -56,7 +72,8 @@ def structural_tag(request: ChatRequest, served: Served, turn: str) -> str:
         text = "cannot be had from a server with speculate.method: synthetic, whose text is none"
         raise misplaced(str(request.constrained_by), text)
     try:
-        whole = _Writer(request, served).whole(turn)
+        with refusals():
+            whole = _Writer(request, served).whole(turn)
         tag = json.dumps({"type": "structural_tag", "format": whole}, separators=(",", ":"))
     except RecursionError:
         raise misplaced(str(request.constrained_by), "is nested too deeply") from None
@@ -72,7 +89,18 @@ def vet_tools(request: ChatRequest, served: Served) -> None:
     The errors are those that `structural_tag` raises for a required call. A tool is thus refused
     regardless of the tool choice.
     """
-    _Writer(request, served).vet_functions()
+    with refusals():
+        _Writer(request, served).vet_functions()
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Refuse a request whose schema is refused. Raise ApiError."""
+    try:
+        yield
+    except SchemaError as error:
+        text = str(error)
+        raise ApiError(400, text, param=error.field, code="invalid_schema") from None
 
 
 class _Writer:
@@ -126,16 +154,17 @@ class _Writer:
         """Check the tools' schemas without making a grammar."""
         choice, syntax = self._request.choice_of_tools, self._family.syntax
         if syntax is not None and choice.mode != "none":
-            for where, schema, exact in self._functions(choice.names).values():
-                arguments(syntax, where, schema, exact=exact)
+            for function in self._functions(choice.names).values():
+                arguments(syntax, function)
 
-    def _functions(self, names: tuple[str, ...]) -> dict[str, tuple[str, object, bool]]:
-        found: dict[str, tuple[str, object, bool]] = {}
+    def _functions(self, names: tuple[str, ...]) -> dict[str, Function]:
+        found: dict[str, Function] = {}
         for at, function in enumerate(tool["function"] for tool in self._request.tools or ()):
             if function["name"] in names:
                 where = f"tools[{at}].function.parameters"
                 given = function.get("parameters") or {"type": "object", "properties": {}}
-                found[function["name"]] = (where, given, function.get("strict") is True)
+                exact = function.get("strict") is True
+                found[function["name"]] = Function(where, given, exact)
         return found
 
     # -- content in the client's form -----------------------------------------------------------
@@ -215,6 +244,49 @@ class _Writer:
         if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
             raise bad_value(where, "a token of this model", given)
         return token_id
+
+
+# -- calls of a family --------------------------------------------------------------------------
+
+
+def spelled(text: str, ids: Ids) -> list[Format]:
+    """Return the text as formats, with each marker as its single token."""
+    parts = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
+    return [{"type": "token", "token": ids[x]} if x in ids else constant(x) for x in parts if x]
+
+
+def calls(syntax: Syntax, functions: Mapping[str, Function], ids: Ids, *, once: bool) -> Format:
+    """Return the format of one or more calls of functions, given by name.
+
+    Each call is written once in the grammar, because 512 tools would otherwise make it too long.
+    Calls with a separator are tags; other calls repeat. The content of a tag cannot contain the
+    tag's end, but raw text parameters may.
+    """
+    each = [_call(syntax, name, function, ids) for name, function in functions.items()]
+    one = either(*(sequence(*call) for call in each))
+    several: Format = {"type": "repeat", "min": 1, "max": 1 if once else -1, "content": one}
+    if syntax.between and not once:
+        tag = {"type": "tag", "begin": ""}
+        tags = [tag | {"content": sequence(*x), "end": end.get("value", end)} for *x, end in each]
+        several = {"type": "tags_with_separator", "tags": tags, "separator": syntax.between}
+        several["at_least_one"] = True
+    begin, end = (spelled(text, ids) for text in syntax.block)
+    return sequence(*begin, several, *end)
+
+
+def _call(syntax: Syntax, name: str, function: Function, ids: Ids) -> list[Format]:
+    names = {"NAME": name, "QUOTED": json.dumps(name, ensure_ascii=False)}
+    filled = [re.sub("NAME|QUOTED", lambda found: names[found[0]], t) for t in syntax.call]
+    before, after = (spelled(text, ids) for text in filled)
+    return [*before, arguments(syntax, function), *after]
+
+
+def arguments(syntax: Syntax, function: Function) -> Format:
+    """Return the format of a function's arguments. Raise SchemaError."""
+    if syntax.style == "json":
+        text = compiled(function.schema, function.where, exact=function.exact, is_object=True)
+        return grammar(text)
+    return Parameters(syntax.parameter, KEY_NAME, **function._asdict()).form()
 
 
 def _text(value: Any, where: str) -> str:  # noqa: ANN401

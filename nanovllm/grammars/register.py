@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
-from nanovllm.server.errors import ApiError
-from nanovllm.server.structured.facts import ANYTHING, EVERYTHING, Conj, Facts
+from nanovllm.grammars.facts import ANYTHING, EVERYTHING, Conj, Facts
 
 MAX_PARTS = 20_000  # schemas within one schema
 MAX_ALTERNATIVES = 200  # of one value
 MAX_WORK = 40_000  # merges, and states of automata
+
+
+class SchemaError(Exception):
+    """A refused schema. `field` is the request's field that has it."""
+
+    def __init__(self, field: str, complaint: str) -> None:
+        super().__init__(f"{field}: {complaint}")
+        self.field = field
 
 
 class InexactError(Exception):
@@ -29,8 +36,7 @@ class Register:
         self._work = 0
 
     def refuse(self, path: str, text: str) -> NoReturn:
-        text = f"{self._where}: the schema {text}, at {path}"
-        raise ApiError(400, text, param=self._where, code="invalid_schema")
+        raise SchemaError(self._where, f"the schema {text}, at {path}")
 
     def expect(self, holds: bool, path: str, otherwise: str) -> None:
         if not holds:

@@ -9,8 +9,8 @@ from fractions import Fraction
 
 import pytest
 
-from nanovllm.server.structured import numbers, regexes
-from nanovllm.server.structured.automata import (
+from nanovllm.grammars import numbers, regexes
+from nanovllm.grammars.automata import (
     MAX_EXPLORED,
     TooLargeError,
     difference,
@@ -20,9 +20,9 @@ from nanovllm.server.structured.automata import (
     union,
     words,
 )
-from nanovllm.server.structured.facts import Number, String
-from nanovllm.server.structured.regexes import found, loosened, whole
-from nanovllm.server.structured.texts import loose, weighed
+from nanovllm.grammars.facts import Number, String
+from nanovllm.grammars.regexes import found, loosened, whole
+from nanovllm.grammars.texts import loose, weighed
 
 TEXTS = ["".join(letters) for n in range(5) for letters in itertools.product("abx1", repeat=n)]
 

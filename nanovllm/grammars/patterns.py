@@ -10,8 +10,8 @@ from __future__ import annotations
 from re import _constants as op  # type: ignore[attr-defined]
 from typing import Any
 
-from nanovllm.server.structured.automata import PatternError
-from nanovllm.server.structured.regexes import class_of, parsed
+from nanovllm.grammars.automata import PatternError
+from nanovllm.grammars.regexes import class_of, parsed
 
 MAX_COUNT = 128  # of one repetition
 MAX_STATES = 1000  # each takes 2 to 20 ms to compile

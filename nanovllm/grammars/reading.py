@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nanovllm.server.structured.automata import PatternError
-from nanovllm.server.structured.facts import (
+from nanovllm.grammars.automata import PatternError
+from nanovllm.grammars.facts import (
     EVERYTHING,
     Conj,
     Facts,
@@ -20,12 +20,12 @@ from nanovllm.server.structured.facts import (
     PropertyLayer,
     String,
 )
-from nanovllm.server.structured.keywords import Keywords, Schema
-from nanovllm.server.structured.negation import Opposite
-from nanovllm.server.structured.references import Addresses, UnknownReferenceError, pointer
-from nanovllm.server.structured.regexes import found
-from nanovllm.server.structured.register import MAX_ALTERNATIVES, InexactError, Register
-from nanovllm.server.structured.texts import automaton
+from nanovllm.grammars.keywords import Keywords, Schema
+from nanovllm.grammars.negation import Opposite
+from nanovllm.grammars.references import Addresses, UnknownReferenceError, pointer
+from nanovllm.grammars.regexes import found
+from nanovllm.grammars.register import MAX_ALTERNATIVES, InexactError, Register
+from nanovllm.grammars.texts import automaton
 
 MAX_NESTED = 64  # nesting depth of keywords that apply to the same value
 UNENFORCED = ("unevaluatedItems", "$dynamicRef", "$recursiveRef")

@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator
 from fractions import Fraction
 
-from nanovllm.server.structured.automata import Dfa, PatternError, TooLargeError, explored
-from nanovllm.server.structured.facts import Number
+from nanovllm.grammars.automata import Dfa, PatternError, TooLargeError, explored
+from nanovllm.grammars.facts import Number
 
 MAX_MULTIPLE = 2000  # largest divisor after scaling to integers
 MAX_DIGITS = 400

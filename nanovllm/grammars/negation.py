@@ -7,7 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Protocol
 
-from nanovllm.server.structured.facts import (
+from nanovllm.grammars.facts import (
     EVERYTHING,
     KINDS,
     Array,
@@ -18,8 +18,8 @@ from nanovllm.server.structured.facts import (
     PropertyLayer,
     String,
 )
-from nanovllm.server.structured.keywords import Keywords
-from nanovllm.server.structured.register import InexactError
+from nanovllm.grammars.keywords import Keywords
+from nanovllm.grammars.register import InexactError
 
 
 class SchemaReader(Protocol):

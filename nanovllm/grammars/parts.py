@@ -13,11 +13,11 @@ import re
 from re import _constants as op  # type: ignore[attr-defined]
 from typing import Any
 
-from nanovllm.server.structured.automata import PatternError, TooLargeError
-from nanovllm.server.structured.productive import Rule, Sequence
-from nanovllm.server.structured.regexes import MANY, anchored, class_of, num_wide, parsed
-from nanovllm.server.structured.rules import Rules
-from nanovllm.server.structured.texts import SLACK, distances, ending_within
+from nanovllm.grammars.automata import PatternError, TooLargeError
+from nanovllm.grammars.productive import Rule, Sequence
+from nanovllm.grammars.regexes import MANY, anchored, class_of, num_wide, parsed
+from nanovllm.grammars.rules import Rules
+from nanovllm.grammars.texts import SLACK, distances, ending_within
 
 LEAST_SHARE = 8  # fewest characters for one unlimited repetition
 LIMIT = re.compile("most([0-9]+)")  # name of a group with a limit of characters

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from nanovllm.engine.dearest import Search
 from nanovllm.engine.grammars import Compiler, token_table
 from nanovllm.engine.matching import Matcher
-from tests.server.structured import walk
+from tests.grammars import walk
 
 NUM_TOKENS = 60_000
 LETTERS = "etaoinsrhldcumfpgwybvkxjqz"

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from nanovllm.server.errors import ApiError
-from tests.server.structured.test_tag import OVER, allows, matcher
+from tests.server.test_tag import NO_DATE, OVER, allows, matcher
 
 
 def test_nested_too_deeply() -> None:
@@ -17,3 +17,11 @@ def test_nested_too_deeply() -> None:
     text = "[" * 100_000 + "]" * 100_000
     with pytest.raises(ApiError, match="must be JSON"):
         matcher(structured_outputs={"json": text})
+
+
+def test_a_refused_schema_is_a_400_with_its_field() -> None:
+    with pytest.raises(ApiError, match="'not'") as refused:
+        matcher(structured_outputs={"json": NO_DATE})
+    error = refused.value
+    assert (error.status, error.code) == (400, "invalid_schema")
+    assert error.param == "structured_outputs.json"

@@ -9,9 +9,9 @@ import pytest
 from nanovllm.server.errors import ApiError
 from nanovllm.server.orders import with_grammar
 from nanovllm.server.protocol import MAX_TOOLS
-from nanovllm.server.structured.tag import MAX_TAG_BYTES, structural_tag
+from nanovllm.server.tag import MAX_TAG_BYTES, structural_tag
 from nanovllm.server.template import Prompt
-from tests.server.structured.test_tag import (
+from tests.server.test_tag import (
     ADD,
     FAMILIES,
     OVER,

@@ -6,7 +6,7 @@ import pytest
 
 from nanovllm.server.errors import ApiError
 from nanovllm.server.parsers.base import Text
-from tests.server.structured.test_tag import (
+from tests.server.test_tag import (
     ONE,
     PERSON,
     TOOLS,

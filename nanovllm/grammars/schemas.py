@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import json
 
-from nanovllm.server.structured.grammar import Grammar
-from nanovllm.server.structured.reading import SchemaReader
+from nanovllm.grammars.grammar import Grammar
+from nanovllm.grammars.reading import SchemaReader
 
 MAX_BYTES = 1 << 20
 MAX_TEXT = 1 << 20  # of a grammar
@@ -24,7 +24,7 @@ OBJECT = {"type": "object"}
 
 
 def read(schema: object, where: str, *, exact: bool) -> SchemaReader:
-    """Return the reader of a schema. `where`: the request's field. Raise ApiError."""
+    """Return the reader of a schema. `where`: the request's field. Raise SchemaError."""
     reader = SchemaReader(schema, where, exact=exact)
     try:
         size = len(json.dumps(schema))
@@ -43,7 +43,7 @@ def compiled(
     max_space: int = MAX_SPACE,
     is_object: bool = False,
 ) -> str:
-    """Return the grammar of a schema, with the rule `root`. Raise ApiError.
+    """Return the grammar of a schema, with the rule `root`. Raise SchemaError.
 
     `is_object`: allow only objects, as for a function's parameters.
     """

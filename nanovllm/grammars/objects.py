@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from functools import reduce
 
-from nanovllm.server.structured.automata import (
+from nanovllm.grammars.automata import (
     ANYTHING as ALL_TEXTS,
     NOTHING,
     Dfa,
@@ -18,13 +18,13 @@ from nanovllm.server.structured.automata import (
     other_than,
     union,
 )
-from nanovllm.server.structured.facts import ANYTHING, Conj, Object, both
-from nanovllm.server.structured.productive import Rule
-from nanovllm.server.structured.reading import SchemaReader
-from nanovllm.server.structured.regexes import found
-from nanovllm.server.structured.register import InexactError
-from nanovllm.server.structured.rules import Rules, is_plain, literal
-from nanovllm.server.structured.texts import automaton
+from nanovllm.grammars.facts import ANYTHING, Conj, Object, both
+from nanovllm.grammars.productive import Rule
+from nanovllm.grammars.reading import SchemaReader
+from nanovllm.grammars.regexes import found
+from nanovllm.grammars.register import InexactError
+from nanovllm.grammars.rules import Rules, is_plain, literal
+from nanovllm.grammars.texts import automaton
 
 STRIDE = 8  # properties among which one rule chooses
 MAX_CASES = 20_000  # properties times property counts

@@ -6,9 +6,9 @@ from collections import deque
 from dataclasses import replace
 from functools import reduce
 
-from nanovllm.server.structured import numbers, parts, texts
-from nanovllm.server.structured.automata import MAX_EXPLORED, PatternError
-from nanovllm.server.structured.facts import (
+from nanovllm.grammars import numbers, parts, texts
+from nanovllm.grammars.automata import MAX_EXPLORED, PatternError
+from nanovllm.grammars.facts import (
     ANYTHING,
     EVERYTHING,
     Array,
@@ -18,12 +18,12 @@ from nanovllm.server.structured.facts import (
     String,
     both,
 )
-from nanovllm.server.structured.objects import Objects
-from nanovllm.server.structured.productive import Rule
-from nanovllm.server.structured.reading import SchemaReader
-from nanovllm.server.structured.regexes import parsed
-from nanovllm.server.structured.register import InexactError
-from nanovllm.server.structured.rules import Rules, TooManyRulesError, literal
+from nanovllm.grammars.objects import Objects
+from nanovllm.grammars.productive import Rule
+from nanovllm.grammars.reading import SchemaReader
+from nanovllm.grammars.regexes import parsed
+from nanovllm.grammars.register import InexactError
+from nanovllm.grammars.rules import Rules, TooManyRulesError, literal
 
 MAX_STATES = 2000  # of all automata for strings and names together; limits the compile time
 MAX_PREFIX = 1000  # array items with a rule of their own

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, reduce
 
-from nanovllm.server.structured.automata import (
+from nanovllm.grammars.automata import (
     ANYTHING,
     MAX_EXPLORED,
     Dfa,
@@ -18,9 +18,9 @@ from nanovllm.server.structured.automata import (
     lengths,
     words,
 )
-from nanovllm.server.structured.facts import String
-from nanovllm.server.structured.formats import FORMATS, SHORTER, WRITTEN
-from nanovllm.server.structured.regexes import MANY, WIDE, found, loosened, num_wide, parsed, whole
+from nanovllm.grammars.facts import String
+from nanovllm.grammars.formats import FORMATS, SHORTER, WRITTEN
+from nanovllm.grammars.regexes import MANY, WIDE, found, loosened, num_wide, parsed, whole
 
 MOST_COUNTED = 256  # largest minLength that is counted by states
 MOST_CASES = 1000  # states times lengths; beyond it, long texts are not allowed
