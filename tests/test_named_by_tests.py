@@ -101,18 +101,12 @@ DRIVEN_BY = {
         nanovllm/server/parsers/json_types.py
         nanovllm/server/parsers/json_value.py nanovllm/server/parsers/machine.py
         nanovllm/server/parsers/plain.py""",
-    "tests/grammars/test_automata.py": """
-        nanovllm/grammars/numbers.py nanovllm/grammars/regexes.py
-        nanovllm/grammars/texts.py""",
-    "tests/server/test_tag.py": """
-        nanovllm/grammars/forms.py""",
-    "tests/grammars/test_schemas.py": """
-        nanovllm/grammars/facts.py nanovllm/grammars/grammar.py
-        nanovllm/grammars/keywords.py nanovllm/grammars/negation.py
-        nanovllm/grammars/objects.py nanovllm/grammars/parts.py
-        nanovllm/grammars/patterns.py nanovllm/grammars/productive.py
-        nanovllm/grammars/reading.py nanovllm/grammars/references.py
-        nanovllm/grammars/register.py nanovllm/grammars/rules.py""",
+    "tests/grammars/test_automata.py": "nanovllm/grammars/regexes.py nanovllm/grammars/texts.py",
+    "tests/grammars/test_schema.py": """
+        nanovllm/grammars/document.py nanovllm/grammars/facts.py nanovllm/grammars/keywords.py
+        nanovllm/grammars/negation.py nanovllm/grammars/objects.py nanovllm/grammars/parts.py
+        nanovllm/grammars/reader.py nanovllm/grammars/rules.py""",
+    "tests/server/test_tag_parameters.py": "nanovllm/grammars/tags.py",
     "tests/kernels/test_interpreted.py": """
         nanovllm/attention/paged.py nanovllm/attention/triton.py
         nanovllm/cli/check_kernels.py nanovllm/attention/delta_triton.py

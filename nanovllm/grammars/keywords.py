@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from nanovllm.grammars.automata import MAX_EXPLORED, PatternError, TooLargeError
+from nanovllm.grammars.document import Register
 from nanovllm.grammars.facts import (
     ANYTHING,
     EVERYTHING,
@@ -22,7 +23,6 @@ from nanovllm.grammars.facts import (
 )
 from nanovllm.grammars.formats import FORMATS
 from nanovllm.grammars.regexes import found
-from nanovllm.grammars.register import Register
 from nanovllm.grammars.texts import weighed
 
 MAX_CHARS = 4096  # characters of an expression

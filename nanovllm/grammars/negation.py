@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Protocol
 
+from nanovllm.grammars.document import InexactError
 from nanovllm.grammars.facts import (
     EVERYTHING,
     KINDS,
@@ -19,11 +20,10 @@ from nanovllm.grammars.facts import (
     String,
 )
 from nanovllm.grammars.keywords import Keywords
-from nanovllm.grammars.register import InexactError
 
 
 class SchemaReader(Protocol):
-    """The part of the schema reader that negation uses (implemented in reading.py)."""
+    """The part of the schema reader that negation uses (implemented in reader.py)."""
 
     keywords: Keywords
 

@@ -18,12 +18,11 @@ from nanovllm.grammars.automata import (
     other_than,
     union,
 )
+from nanovllm.grammars.document import InexactError
 from nanovllm.grammars.facts import ANYTHING, Conj, Object, both
-from nanovllm.grammars.productive import Rule
-from nanovllm.grammars.reading import SchemaReader
+from nanovllm.grammars.reader import SchemaReader
 from nanovllm.grammars.regexes import found
-from nanovllm.grammars.register import InexactError
-from nanovllm.grammars.rules import Rules, is_plain, literal
+from nanovllm.grammars.rules import Rule, Rules, is_plain, literal
 from nanovllm.grammars.texts import automaton
 
 STRIDE = 8  # properties among which one rule chooses

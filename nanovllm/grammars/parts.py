@@ -14,9 +14,8 @@ from re import _constants as op  # type: ignore[attr-defined]
 from typing import Any
 
 from nanovllm.grammars.automata import PatternError, TooLargeError
-from nanovllm.grammars.productive import Rule, Sequence
 from nanovllm.grammars.regexes import MANY, anchored, class_of, num_wide, parsed
-from nanovllm.grammars.rules import Rules
+from nanovllm.grammars.rules import Rule, Rules, Sequence
 from nanovllm.grammars.texts import SLACK, distances, ending_within
 
 LEAST_SHARE = 8  # fewest characters for one unlimited repetition

@@ -27,6 +27,8 @@ from nanovllm.grammars.automata import (
     merged,
 )
 
+MAX_COUNT = 128  # of one repetition outside JSON
+MAX_VETTED = 1000  # states of an expression outside JSON; each takes 2 to 20 ms to compile
 MAX_COPIES = 40_000  # states of an expression, with repetitions expanded
 MAX_MEMBERS = 400_000  # members of all state sets together; takes about a second
 WIDE = 30  # characters; a class of at least this size is wide
@@ -275,3 +277,36 @@ class _Subsets:
             live.update(starts.get(low, ()))
             there = self._again.union(*(self._free[to] for to, n in live.items() if n > 0))
             yield low, after - 1, (False, self._settled(there))
+
+
+# -- expressions outside JSON ----------------------------------------------------------------------
+
+
+def vet(pattern: str) -> None:
+    """Check a pattern for whole texts, which xgrammar itself compiles. Raise PatternError.
+
+    xgrammar 0.2.8 ignores look-around, flags and inner anchors, and fails at large counts.
+    """
+    items = list(parsed(pattern))
+    starts, ends = items[:1] == [(op.AT, op.AT_BEGINNING)], items[-1:] == [(op.AT, op.AT_END)]
+    _num_states(items[starts : len(items) - ends])
+
+
+def _num_states(items: Any) -> int:  # noqa: ANN401 - the reader's: a list of (code, value)
+    """Return an estimate of the number of states."""
+    states = 0
+    for code, value in items:
+        if code in (op.MAX_REPEAT, op.MIN_REPEAT):
+            low, most, repeated = value
+            high = 0 if most is op.MAXREPEAT else most
+            if max(low, high) > MAX_COUNT:
+                raise PatternError(f"a repetition of more than {MAX_COUNT} times")
+            states += max(low, high or 1) * _num_states(repeated)
+        elif code in (op.BRANCH, op.SUBPATTERN) and not (code is op.SUBPATTERN and any(value[1:3])):
+            states += sum(map(_num_states, value[1] if code is op.BRANCH else [value[3]]))
+        else:
+            class_of(code, value)
+            states += 1
+        if states > MAX_VETTED:
+            raise PatternError(f"repetitions that come to more than {MAX_VETTED} characters")
+    return states

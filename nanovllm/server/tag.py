@@ -21,19 +21,19 @@ from typing import Any, NamedTuple
 import msgspec
 
 from nanovllm.grammars.automata import PatternError
-from nanovllm.grammars.forms import (
+from nanovllm.grammars.document import SchemaError
+from nanovllm.grammars.regexes import vet
+from nanovllm.grammars.schema import MAX_SPACE, OBJECT, compiled
+from nanovllm.grammars.tags import (
     ANY_TEXT,
     Format,
+    Parameters,
     constant,
     either,
     grammar,
     optional,
     sequence,
 )
-from nanovllm.grammars.parameters import Parameters
-from nanovllm.grammars.patterns import vet
-from nanovllm.grammars.register import SchemaError
-from nanovllm.grammars.schemas import MAX_SPACE, OBJECT, compiled
 from nanovllm.server.errors import ApiError, bad_value, misplaced
 from nanovllm.server.parsers.base import END_THINK, KEY_NAME, THINK, Syntax
 from nanovllm.server.protocol import STRUCTURES, ChatRequest

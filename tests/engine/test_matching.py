@@ -14,7 +14,7 @@ import xgrammar
 from nanovllm.config import DEMO
 from nanovllm.engine.grammars import Compiler, token_table
 from nanovllm.engine.matching import Matcher, without_limits
-from nanovllm.grammars.schemas import compiled
+from nanovllm.grammars.schema import compiled
 
 VOCAB, END, END_THINK = 2048, 2041, 2043
 LONG = {"type": "string", "maxLength": 40}

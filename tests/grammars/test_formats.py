@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from nanovllm.grammars.formats import FORMATS, WRITTEN
-from nanovllm.grammars.schemas import compiled
+from nanovllm.grammars.schema import compiled
 from tests.load.schemas import compiler, matches, tag
 
 RIGHT = {

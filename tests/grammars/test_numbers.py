@@ -7,8 +7,8 @@ import math
 import pytest
 import xgrammar
 
-from nanovllm.grammars.register import SchemaError
-from nanovllm.grammars.schemas import compiled
+from nanovllm.grammars.document import SchemaError
+from nanovllm.grammars.schema import compiled
 from tests.load.schemas import compiler, tag
 
 HUGE = 10**309  # 310 digits: the largest double has 309

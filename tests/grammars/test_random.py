@@ -9,8 +9,8 @@ import jsonschema
 import xgrammar
 from hypothesis import HealthCheck, assume, given, reject, settings, strategies as st
 
-from nanovllm.grammars.register import SchemaError
-from nanovllm.grammars.schemas import compiled
+from nanovllm.grammars.document import SchemaError
+from nanovllm.grammars.schema import compiled
 from tests.load.schemas import Found, compiler, tag, weigh
 
 NAMES = ("a", "b", "ab", "c")

@@ -24,7 +24,7 @@ from nanovllm.engine.dearest import Search
 from nanovllm.engine.grammars import Compiler
 from nanovllm.engine.matching import Matcher
 from nanovllm.grammars.formats import FORMATS
-from nanovllm.grammars.schemas import compiled
+from nanovllm.grammars.schema import compiled
 
 log = logging.getLogger("walk")
 STRING, NUMBER = {"type": "string"}, {"type": "number"}

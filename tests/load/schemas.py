@@ -30,8 +30,8 @@ import msgspec
 import xgrammar
 
 from nanovllm.bench import record, store
-from nanovllm.grammars.register import SchemaError
-from nanovllm.grammars.schemas import compiled
+from nanovllm.grammars.document import SchemaError
+from nanovllm.grammars.schema import compiled
 
 log = logging.getLogger("schemas")
 LIMIT_S = 20.0  # seconds for one schema, instances included

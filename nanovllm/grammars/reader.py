@@ -12,6 +12,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nanovllm.grammars.automata import PatternError
+from nanovllm.grammars.document import (
+    MAX_ALTERNATIVES,
+    Addresses,
+    InexactError,
+    Register,
+    UnknownReferenceError,
+    pointer,
+)
 from nanovllm.grammars.facts import (
     EVERYTHING,
     Conj,
@@ -22,9 +30,7 @@ from nanovllm.grammars.facts import (
 )
 from nanovllm.grammars.keywords import Keywords, Schema
 from nanovllm.grammars.negation import Opposite
-from nanovllm.grammars.references import Addresses, UnknownReferenceError, pointer
 from nanovllm.grammars.regexes import found
-from nanovllm.grammars.register import MAX_ALTERNATIVES, InexactError, Register
 from nanovllm.grammars.texts import automaton
 
 MAX_NESTED = 64  # nesting depth of keywords that apply to the same value

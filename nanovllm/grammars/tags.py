@@ -1,6 +1,7 @@
-"""A function's parameters as XML: one element each, in the order of the schema.
+"""Formats of xgrammar's structural tags, and a function's parameters as XML in them.
 
-Strings are written as raw text, all other values as JSON.
+Parameters are one element each, in the order of the schema. Strings are written as raw text, all
+other values as JSON.
 
 Decision: xgrammar's own styles are not used. They allow white space around values, which these
 models do not write.
@@ -9,27 +10,45 @@ models do not write.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from nanovllm.grammars import texts
 from nanovllm.grammars.automata import Dfa, PatternError, difference, intersection
+from nanovllm.grammars.document import InexactError, SchemaError
 from nanovllm.grammars.facts import Conj, Object, String
-from nanovllm.grammars.forms import (
-    ANY_TEXT,
-    Format,
-    constant,
-    either,
-    grammar,
-    optional,
-    sequence,
-)
-from nanovllm.grammars.grammar import Grammar
 from nanovllm.grammars.objects import Objects
 from nanovllm.grammars.regexes import found
-from nanovllm.grammars.register import InexactError, SchemaError
 from nanovllm.grammars.rules import Rules
-from nanovllm.grammars.schemas import MAX_SPACE, OBJECT, read
+from nanovllm.grammars.schema import MAX_SPACE, OBJECT, Grammar, read
 
+Format = dict[str, Any]
+ANY_TEXT: Format = {"type": "any_text"}
 NO_STRING = {"type": ["null", "boolean", "number", "object", "array"]}
+
+
+def grammar(text: str) -> Format:
+    return {"type": "grammar", "grammar": text}
+
+
+def constant(text: str) -> Format:
+    return {"type": "const_string", "value": text}
+
+
+def either(*branches: Format) -> Format:
+    return {"type": "or", "elements": list(branches)} if len(branches) > 1 else branches[0]
+
+
+def sequence(*elements: Format) -> Format:
+    """Return the elements in sequence, without empty strings. One element is returned by itself.
+
+    Only empty constants are dropped, since a client's format may be any JSON.
+    """
+    kept = [element for element in elements if element != constant("")]
+    return {"type": "sequence", "elements": kept} if kept[1:] else next(iter(kept), constant(""))
+
+
+def optional(*elements: Format) -> Format:
+    return {"type": "optional", "content": sequence(*elements)}
 
 
 class Parameters:

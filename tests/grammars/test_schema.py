@@ -15,10 +15,10 @@ import pytest
 import xgrammar
 
 from nanovllm.grammars.automata import PatternError
+from nanovllm.grammars.document import SchemaError
 from nanovllm.grammars.formats import FORMATS
-from nanovllm.grammars.patterns import vet
-from nanovllm.grammars.register import SchemaError
-from nanovllm.grammars.schemas import compiled
+from nanovllm.grammars.regexes import vet
+from nanovllm.grammars.schema import compiled
 from tests.load.schemas import compiler, matches, tag
 
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}

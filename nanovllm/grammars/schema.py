@@ -1,13 +1,25 @@
-"""The grammar of a schema that has been read: one rule for each conjunction of schemas."""
+"""Clients' JSON Schemas as grammars for xgrammar that enforce the whole schema.
+
+A schema is read (reader.py), merged by type (facts.py) and written as rules (rules.py).
+
+A keyword that cannot be enforced is refused with its place. Best effort (`strict: false`) leaves it
+out and keeps the rest. Properties come in the order of the schema, then those of the schemas that
+it merges. Others follow if `additionalProperties` or `patternProperties` allow them.
+
+Decision: a grammar may be narrower than its schema, because its outputs are still valid. An object
+whose schemas name properties but do not mention other properties has no others.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from dataclasses import replace
 from functools import reduce
 
 from nanovllm.grammars import numbers, parts, texts
 from nanovllm.grammars.automata import MAX_EXPLORED, PatternError
+from nanovllm.grammars.document import InexactError
 from nanovllm.grammars.facts import (
     ANYTHING,
     EVERYTHING,
@@ -19,17 +31,56 @@ from nanovllm.grammars.facts import (
     both,
 )
 from nanovllm.grammars.objects import Objects
-from nanovllm.grammars.productive import Rule
-from nanovllm.grammars.reading import SchemaReader
+from nanovllm.grammars.reader import SchemaReader
 from nanovllm.grammars.regexes import parsed
-from nanovllm.grammars.register import InexactError
-from nanovllm.grammars.rules import Rules, TooManyRulesError, literal
+from nanovllm.grammars.rules import Rule, Rules, TooManyRulesError, literal
 
+MAX_BYTES = 1 << 20
+MAX_TEXT = 1 << 20  # of a grammar
+MAX_SPACE = 8  # white space between two JSON tokens
+OBJECT = {"type": "object"}
 MAX_STATES = 2000  # of all automata for strings and names together; limits the compile time
 MAX_PREFIX = 1000  # array items with a rule of their own
 
 
+def read(schema: object, where: str, *, exact: bool) -> SchemaReader:
+    """Return the reader of a schema. `where`: the request's field. Raise SchemaError."""
+    reader = SchemaReader(schema, where, exact=exact)
+    try:
+        size = len(json.dumps(schema))
+    except ValueError:  # Python refuses to write integers of more than 4300 digits
+        reader.refuse("#", "has a number of too many digits")
+    reader.expect(size <= MAX_BYTES, "#", f"has more than {MAX_BYTES} bytes")
+    reader.expect(isinstance(schema, bool | dict), "#", "is no object")
+    return reader
+
+
+def compiled(
+    schema: object,
+    where: str,
+    *,
+    exact: bool,
+    max_space: int = MAX_SPACE,
+    is_object: bool = False,
+) -> str:
+    """Return the grammar of a schema, with the rule `root`. Raise SchemaError.
+
+    `is_object`: allow only objects, as for a function's parameters.
+    """
+    reader = read(schema, where, exact=exact)
+    conj = reader.conj(schema, "#")
+    if is_object:
+        conj += reader.conj(OBJECT, "#")
+    text = Grammar(reader, max_space).text(conj)
+    if text is None:
+        reader.refuse("#", "must be an object's" if is_object else "allows nothing")
+    reader.expect(len(text) <= MAX_TEXT, "#", "comes to too large a grammar")
+    return text
+
+
 class Grammar:
+    """The grammar of a schema that has been read: one rule for each conjunction of schemas."""
+
     def __init__(self, reader: SchemaReader, max_space: int) -> None:
         self.reader = reader
         self.rules = Rules(max_space)
