@@ -106,6 +106,7 @@ DRIVEN_BY = {
         nanovllm/grammars/document.py nanovllm/grammars/facts.py nanovllm/grammars/keywords.py
         nanovllm/grammars/negation.py nanovllm/grammars/objects.py nanovllm/grammars/parts.py
         nanovllm/grammars/reader.py nanovllm/grammars/rules.py""",
+    "tests/grammars/runtime/test_masks.py": "nanovllm/grammars/runtime/compiler.py",
     "tests/server/test_tag_parameters.py": "nanovllm/grammars/tags.py",
     "tests/kernels/test_interpreted.py": """
         nanovllm/attention/paged.py nanovllm/attention/triton.py

@@ -10,7 +10,8 @@ PACKAGES = [
     *sorted(f"nanovllm/{path.name}" for path in (ROOT / "nanovllm").iterdir()
             if path.is_dir() and path.name not in {"__pycache__", "demo"}),
     "kernels", "recipes", "tests", "results", "README.md", "nanovllm/README.md",
-    "recipes/README.md", "nanovllm/server/README.md", "results/README.md",
+    "recipes/README.md", "nanovllm/server/README.md", "nanovllm/grammars/README.md",
+    "results/README.md",
 ]  # fmt: skip
 MAX_LONG, MAX_VAGUE_STARTS = 20.0, 15.0  # per 1,000 sentences
 TABLES = {"nanovllm/README.md"}  # the tables of the tour start with questions

@@ -25,7 +25,7 @@ from nanovllm.config import (
     resolve_context,
     resolve_schedule,
 )
-from nanovllm.engine.matching import tokens_of
+from nanovllm.grammars.runtime.matching import tokens_of
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.plan import Int32, Masks, StepPlan, StepResult, mode_key
 from nanovllm.tokenizer import read_tokenizer

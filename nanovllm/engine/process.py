@@ -23,10 +23,10 @@ import numpy as np
 from nanovllm.config import Config, Recipe, given_or
 from nanovllm.engine import paper
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.grammar_queue import CompileOutcome, Failure
-from nanovllm.engine.grammars import Grammars
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.pace import PaceKeeper, pace_of
+from nanovllm.grammars.runtime.masks import Grammars
+from nanovllm.grammars.runtime.queue import CompileOutcome, Failure
 from nanovllm.ipc.channel import BlockingConnection, Listener
 from nanovllm.kv.hybrid import memory_of
 from nanovllm.kv.layout import CacheLayout

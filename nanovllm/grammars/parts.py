@@ -3,7 +3,7 @@
 A text may then have more than one derivation, but counts need no states. The limit of a large
 repetition is counted during generation.
 
-xgrammar precomputes which tokens fit at each place of a rule, but only up to the end of that rule.
+xgrammar 0.2.8 precomputes which tokens fit at each place of a rule, but only up to the rule's end.
 Tokens that may extend past it are tried again for each mask. So no rule ends with a wide class.
 """
 

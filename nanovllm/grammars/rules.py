@@ -1,9 +1,9 @@
 """Grammar rules in the syntax of xgrammar 0.2.8, with rules for texts, automata and lengths.
 
-The form of the rules follows from their cost. xgrammar precomputes a token mask for every place in
-a rule that reads characters. Each costs a pass over most of the vocabulary if most letters may
-follow. Tokens that may extend past the end of a rule are tried again for each mask. Free text is
-therefore one rule that refers to itself and includes its own end. Lookahead states the text that
+The form of the rules follows from their cost. xgrammar 0.2.8 precomputes a token mask for every
+place in a rule that reads characters. Each costs a pass over most of the vocabulary if most letters
+may follow. Tokens that may extend past the end of a rule are tried again for each mask. Free text
+is therefore one rule that refers to itself and includes its own end. Lookahead states the text that
 may follow a rule, and automata share their common parts.
 """
 

@@ -3,8 +3,8 @@
 Parameters are one element each, in the order of the schema. Strings are written as raw text, all
 other values as JSON.
 
-Decision: xgrammar's own styles are not used. They allow white space around values, which these
-models do not write.
+Decision: the styles of xgrammar 0.2.8 are not used. They allow white space around values, which
+these models do not write.
 """
 
 from __future__ import annotations

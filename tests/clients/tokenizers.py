@@ -24,7 +24,7 @@ import xgrammar
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm.config import DEMO, load_config
-from nanovllm.engine.grammars import token_table
+from nanovllm.grammars.runtime.compiler import token_table
 from nanovllm.registry import resolve
 from nanovllm.server.detokenize import Detokenizer, Vocabulary
 from nanovllm.server.errors import ApiError

@@ -15,10 +15,10 @@ import pytest
 
 from nanovllm.config import load_config
 from nanovllm.engine import paper, process
-from nanovllm.engine.grammar_queue import GrammarQueue
-from nanovllm.engine.grammars import Grammars
 from nanovllm.engine.paper import PaperExecutor
 from nanovllm.engine.process import Engine
+from nanovllm.grammars.runtime.masks import Grammars
+from nanovllm.grammars.runtime.queue import GrammarQueue
 from nanovllm.kv.memory import KVMemory
 from nanovllm.parallel.places import Place
 from nanovllm.plan import Masks
@@ -33,7 +33,7 @@ from nanovllm.wire import (
     StepOutput,
     ToEngine,
 )
-from tests.engine.fake_trials import FakeGrammars, logged, wait_gone
+from tests.grammars.runtime.fake_trials import FakeGrammars, logged, wait_gone
 from tests.paper.engine import generate
 
 SENTENCE = [5, 6, 7, 8, 9]

@@ -13,7 +13,7 @@ import pytest
 import xgrammar
 
 from nanovllm.config import DEMO, load_config
-from nanovllm.engine.grammars import token_table
+from nanovllm.grammars.runtime.compiler import token_table
 from nanovllm.server.detokenize import Detokenizer
 from nanovllm.server.errors import ApiError
 from nanovllm.server.parsers.base import CallPart, CallStart, Reasoning, Text, joined

@@ -14,11 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.engine import trials as trials_module
-from nanovllm.engine.trials import WALL_FACTOR, Attempt, CpuTimeError, TrialDiedError, Trials
-from tests.engine.fake_trials import attempt, fake_trials, logged, wait_gone
+from nanovllm.grammars.runtime import trials as trials_module
+from nanovllm.grammars.runtime.trials import (
+    WALL_FACTOR,
+    Attempt,
+    CpuTimeError,
+    TrialDiedError,
+    Trials,
+)
+from tests.grammars.runtime.fake_trials import attempt, fake_trials, logged, wait_gone
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +159,7 @@ def broken_prepare():
 
 OWNER = """
 import sys, threading
-from tests.engine.fake_trials import fake_trials
+from tests.grammars.runtime.fake_trials import fake_trials
 
 if __name__ == "__main__":
     trials = fake_trials()

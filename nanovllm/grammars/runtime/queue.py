@@ -18,8 +18,14 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple, Protocol, TypeAlias
 
-from nanovllm.engine.matching import CompiledPair
-from nanovllm.engine.trials import WALL_FACTOR, CpuTimeError, Trial, TrialDiedError, Trials
+from nanovllm.grammars.runtime.matching import CompiledPair
+from nanovllm.grammars.runtime.trials import (
+    WALL_FACTOR,
+    CpuTimeError,
+    Trial,
+    TrialDiedError,
+    Trials,
+)
 from nanovllm.wire import RefusalKind
 
 log = logging.getLogger("engine")

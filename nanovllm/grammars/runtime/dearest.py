@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm.engine.matching import Matcher, TokenTexts, tokens_of
+from nanovllm.grammars.runtime.matching import Matcher, TokenTexts, tokens_of
 
 MOST_MASKS = 200
 MOST_TOKENS = 48  # most different tokens of an output

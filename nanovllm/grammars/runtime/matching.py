@@ -245,7 +245,8 @@ class Matcher:
     def _look(self) -> Position:
         here = self._positions[-1]
         if here.first_limit == UNKNOWN:
-            state = self._exact._debug_print_internal_state()  # 7 us; the only source of deadlines
+            # Takes 7 us. In xgrammar 0.2.8 this is the only source of deadlines.
+            state = self._exact._debug_print_internal_state()
             deadlines = map(int, DEADLINE.findall(state))
             here = here._replace(
                 first_limit=min(deadlines, default=inf), has_token_limit=TOKEN_LIMIT in state

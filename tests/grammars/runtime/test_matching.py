@@ -12,8 +12,8 @@ import torch
 import xgrammar
 
 from nanovllm.config import DEMO
-from nanovllm.engine.grammars import Compiler, token_table
-from nanovllm.engine.matching import Matcher, without_limits
+from nanovllm.grammars.runtime.compiler import Compiler, token_table
+from nanovllm.grammars.runtime.matching import Matcher, without_limits
 from nanovllm.grammars.schema import compiled
 
 VOCAB, END, END_THINK = 2048, 2041, 2043

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from nanovllm.engine.grammar_queue import GrammarQueue
-from nanovllm.engine.grammars import Grammars
-from nanovllm.engine.trials import Attempt, Trials
+from nanovllm.grammars.runtime.masks import Grammars
+from nanovllm.grammars.runtime.queue import GrammarQueue
+from nanovllm.grammars.runtime.trials import Attempt, Trials
 from nanovllm.plan import Masks
 from nanovllm.wire import Generate
 
@@ -63,7 +63,7 @@ def fake_trials() -> Trials:
 
 
 class FakeBuilder:
-    """Implementation of grammar_queue.Builder. `built` lists the requested grammars in order."""
+    """Implementation of queue.Builder. `built` lists the requested grammars in order."""
 
     def __init__(self, num_bytes: int = 100) -> None:
         self.built: list[str] = []

@@ -1,6 +1,6 @@
 """Cost of masks over an adversarial walk of every form of string and number.
 
-    python -m tests.grammars.walk FOLDER
+    python -m tests.grammars.runtime.walk FOLDER
 
 FOLDER holds the tokenizer.json of a model. Searches every form for its most expensive mask, after
 each kind of character and before every limit. Prints milliseconds of CPU time, by form and in
@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from nanovllm.engine.dearest import Search
-from nanovllm.engine.grammars import Compiler
-from nanovllm.engine.matching import Matcher
 from nanovllm.grammars.formats import FORMATS
+from nanovllm.grammars.runtime.compiler import Compiler
+from nanovllm.grammars.runtime.dearest import Search
+from nanovllm.grammars.runtime.matching import Matcher
 from nanovllm.grammars.schema import compiled
 
 log = logging.getLogger("walk")

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.engine import grammar_queue, trials as trials_module
-from nanovllm.engine.grammar_queue import WORKERS, CompileOutcome, Failure, GrammarQueue
-from nanovllm.engine.trials import Trial, Trials
+from nanovllm.grammars.runtime import queue as grammar_queue, trials as trials_module
+from nanovllm.grammars.runtime.queue import WORKERS, CompileOutcome, Failure, GrammarQueue
+from nanovllm.grammars.runtime.trials import Trial, Trials
 from nanovllm.wire import RefusalKind
-from tests.engine.fake_trials import FakeBuilder, fake_trials, logged, wait_gone
+from tests.grammars.runtime.fake_trials import FakeBuilder, fake_trials, logged, wait_gone
 
 INVALID, FAILED, BUSY = RefusalKind.INVALID, RefusalKind.FAILED, RefusalKind.BUSY
 

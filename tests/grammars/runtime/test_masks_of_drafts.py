@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from nanovllm.config import DEMO, load_config
-from nanovllm.engine.grammars import Compiler, Grammars
-from nanovllm.engine.matching import CompiledPair, Matcher
+from nanovllm.grammars.runtime.compiler import Compiler
+from nanovllm.grammars.runtime.masks import Grammars
+from nanovllm.grammars.runtime.matching import CompiledPair, Matcher
 from nanovllm.server.protocol import parse_request
 from nanovllm.server.served import Served
 from nanovllm.server.tag import structural_tag

@@ -10,8 +10,8 @@ from typing import cast
 import numpy as np
 import pytest
 
-from nanovllm.engine.dearest import Search
-from nanovllm.engine.matching import Matcher, TokenTexts
+from nanovllm.grammars.runtime.dearest import Search
+from nanovllm.grammars.runtime.matching import Matcher, TokenTexts
 
 BYTES = 256
 

@@ -13,10 +13,10 @@ import torch
 import xgrammar
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from nanovllm.engine.dearest import Search
-from nanovllm.engine.grammars import Compiler, token_table
-from nanovllm.engine.matching import Matcher
-from tests.grammars import walk
+from nanovllm.grammars.runtime.compiler import Compiler, token_table
+from nanovllm.grammars.runtime.dearest import Search
+from nanovllm.grammars.runtime.matching import Matcher
+from tests.grammars.runtime import walk
 
 NUM_TOKENS = 60_000
 LETTERS = "etaoinsrhldcumfpgwybvkxjqz"

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from nanovllm.config import DEMO
-from nanovllm.engine import grammars, trials as trials_module
-from nanovllm.engine.grammar_queue import CompileOutcome, Failure
-from nanovllm.engine.grammars import Grammars
-from nanovllm.engine.trials import WALL_FACTOR, Attempt, Trials
+from nanovllm.grammars.runtime import compiler, trials as trials_module
+from nanovllm.grammars.runtime.masks import Grammars
+from nanovllm.grammars.runtime.queue import CompileOutcome, Failure
+from nanovllm.grammars.runtime.trials import WALL_FACTOR, Attempt, Trials
 from nanovllm.wire import (
     Finish,
     FinishReason,
@@ -73,7 +73,7 @@ def made() -> Iterator[Grammars]:
 
 @pytest.fixture(scope="module")
 def attempt() -> Attempt:
-    return grammars.attempt_of(DEMO, VOCAB, [END])
+    return compiler.attempt_of(DEMO, VOCAB, [END])
 
 
 def compiled(made, *requests) -> list[CompileOutcome]:
@@ -126,7 +126,7 @@ WORDLESS = [
     ],
 )
 def test_refused(attempt, form, reason, monkeypatch) -> None:
-    monkeypatch.setattr(grammars, "MASK_S", 0.005)
+    monkeypatch.setattr(compiler, "MASK_S", 0.005)
     found = attempt(request(form).grammar)
     assert found.startswith("the grammar does not compile: ") and re.search(reason, found), found
     assert attempt(request(token(THINK)).grammar) == ""
@@ -143,7 +143,7 @@ def test_too_much_memory_is_refused() -> None:
 def short_of_memory() -> Attempt:
     """Return an attempt with a small memory limit. Runs in the trials' process."""
     trials_module.MEMORY_BYTES = 64 << 20
-    return grammars.attempt_of(DEMO, VOCAB, [END])
+    return compiler.attempt_of(DEMO, VOCAB, [END])
 
 
 def heavy(number) -> dict:
