@@ -297,7 +297,7 @@ class Engine:
             return
         if request.grammar:
             self._compiling.add(request.request_id)
-            self.grammars.queue.ask(
+            self.grammars.queue.submit(
                 request.request_id,
                 request.grammar,
                 lambda outcome: self._inbox.put((request, outcome)),

@@ -25,7 +25,7 @@ class InexactError(Exception):
     """A part of a schema that cannot be enforced."""
 
 
-class Register:
+class Document:
     """Schemas within one schema, by number. Each place is a JSON pointer."""
 
     def __init__(self, where: str, *, exact: bool) -> None:

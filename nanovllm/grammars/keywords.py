@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from nanovllm.grammars.automata import MAX_EXPLORED, PatternError, TooLargeError
-from nanovllm.grammars.document import Register
+from nanovllm.grammars.document import Document
 from nanovllm.grammars.facts import (
     ANYTHING,
     EVERYTHING,
@@ -38,7 +38,7 @@ Schema = dict[str, Any]
 
 
 class Keywords:
-    def __init__(self, reader: Register) -> None:
+    def __init__(self, reader: Document) -> None:
         self._reader = reader
 
     def own(self, given: Schema, path: str) -> list[Facts]:

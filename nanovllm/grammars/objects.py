@@ -6,8 +6,8 @@ The other properties have names that differ from the named ones.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import reduce
+from typing import NamedTuple
 
 from nanovllm.grammars.automata import (
     ANYTHING as ALL_TEXTS,
@@ -22,7 +22,7 @@ from nanovllm.grammars.document import InexactError
 from nanovllm.grammars.facts import ANYTHING, Conj, Object, both
 from nanovllm.grammars.reader import SchemaReader
 from nanovllm.grammars.regexes import found
-from nanovllm.grammars.rules import Rule, Rules, is_plain, literal
+from nanovllm.grammars.rules import Rule, Rules, Sequence, is_plain, literal
 from nanovllm.grammars.texts import automaton
 
 STRIDE = 8  # properties among which one rule chooses
@@ -32,31 +32,60 @@ MAX_KINDS = 40  # kinds of other properties, by the patterns that their names ma
 MAX_NAME_STATES = 400  # states of an object's name automaton; beyond it, more names are excluded
 
 
+class Property(NamedTuple):
+    """A named property: the schemas of its value, and whether it is required."""
+
+    name: str
+    conj: Conj
+    is_required: bool
+
+
+class Members(NamedTuple):
+    """The members that an object may have.
+
+    `others` has the kinds of unnamed properties: their names and the schemas of their values. `low`
+    and `high` limit the number of members; 0 and None if it need not be counted.
+    """
+
+    properties: tuple[Property, ...]
+    others: tuple[tuple[Dfa, Conj], ...]
+    may_be_empty: bool
+    low: int
+    high: int | None
+
+
 class Objects:
-    def __init__(self, reader: SchemaReader, rules: Rules, value: Callable[[Conj], str]) -> None:
-        """`value` returns the name of the rule for a conjunction of schemas."""
+    """The objects of one schema."""
+
+    def __init__(self, reader: SchemaReader) -> None:
         self._reader = reader
-        self._rules = rules
-        self._value = value
-        self._known: dict[object, Rule] = {}
         self._room = 4 * MAX_NAME_STATES
         self._starts: dict[tuple[str, ...], Dfa] = {}
 
-    def written(self, given: Object, path: str) -> Rule:
-        """Return the alternatives for an object. Raise InexactError."""
-        parts, others = self.parts(given, path)
-        key = (tuple(parts), tuple(others), given.low, given.high)
-        if key not in self._known:
-            self._known[key] = self._body(parts, others, given)
-        return self._known[key]
+    def members(self, given: Object, path: str) -> Members:
+        """Return the members of an object. Raise InexactError."""
+        properties, others = self.parts(given, path)
+        num_required = len(given.required)
+        low = given.low if given.low > num_required else 0
+        if others and low > 1:
+            raise InexactError("'minProperties' beside properties that it does not name")
+        counts = low > 0 and not (low == 1 and not num_required)
+        high = given.high
+        if high is not None and not others and high >= len(properties):
+            high = None
+        cap = high + 1 if high is not None else low if counts else 0
+        if (cap + 1) * max(1, len(properties)) > MAX_CASES:
+            raise InexactError("'minProperties' or 'maxProperties' of too many properties")
+        return Members(
+            tuple(properties),
+            tuple(others),
+            may_be_empty=not num_required and not low,
+            low=low if counts else 0,
+            high=high,
+        )
 
-    def parts(
-        self, given: Object, path: str
-    ) -> tuple[list[tuple[str, Conj, bool]], list[tuple[Dfa, Conj]]]:
-        """Return the named properties and the kinds of other properties.
-
-        A named property has its schemas and whether it is required. Raise InexactError.
-        """
+    def parts(self, given: Object, path: str) -> tuple[list[Property], list[tuple[Dfa, Conj]]]:
+        """Return the named properties and the kinds of other properties. Raise InexactError."""
         names = list(
             dict.fromkeys([n for la in given.layers for n in la.properties] + list(given.required))
         )
@@ -70,7 +99,7 @@ class Objects:
             matching = frozenset(p for p in patterns if dfas[p].accepts(name))
             said = [layer.of(name, matching) or () for layer in given.layers]
             conj = reduce(both, said, ANYTHING) if allowed.accepts(name) else (1,)
-            parts.append((name, conj, name in given.required))
+            parts.append(Property(name, conj, name in given.required))
         return parts, self._others(given, names, allowed, dfas, path)
 
     def _names(self, conj: Conj) -> Dfa:
@@ -115,38 +144,13 @@ class Objects:
                 made.append((kind, conj))
         return made
 
-    def _body(
-        self,
-        parts: list[tuple[str, Conj, bool]],
-        others: list[tuple[Dfa, Conj]],
-        given: Object,
-    ) -> Rule:
-        num_required = len(given.required)
-        low = given.low if given.low > num_required else 0
-        if others and low > 1:
-            raise InexactError("'minProperties' beside properties that it does not name")
-        counts = low > 0 and not (low == 1 and not num_required)
-        high = given.high
-        if high is not None and not others and high >= len(parts):
-            high = None
-        cap = high + 1 if high is not None else low if counts else 0
-        if (cap + 1) * max(1, len(parts)) > MAX_CASES:
-            raise InexactError("'minProperties' or 'maxProperties' of too many properties")
-        writer = _Members(
-            rules=self._rules,
-            value=self._value,
-            parts=parts,
-            others=others,
-            low=low if counts else 0,
-            high=high,
-        )
-        made: Rule = [('"{"', "ws", '"}"')] if not num_required and not low else []
-        if high == 0:
-            return made
-        return [*made, ('"{"', "ws", r'"\""', writer.choice(0, 0), "ws", '"}"')]
+
+def key_text(name: str) -> str:
+    """Return the terminal for a property's name, without its opening quote."""
+    return literal(json.dumps(name, ensure_ascii=not is_plain(name))[1:])
 
 
-class _Members:
+class MemberRules:
     """Rules for the members of an object.
 
     A rule is identified by the number of named properties that precede it in the schema's order.
@@ -154,32 +158,32 @@ class _Members:
     """
 
     def __init__(
-        self,
-        rules: Rules,
-        value: Callable[[Conj], str],
-        parts: list[tuple[str, Conj, bool]],
-        others: list[tuple[Dfa, Conj]],
-        low: int,
-        high: int | None,
+        self, rules: Rules, members: Members, pairs: list[Sequence], others: list[Sequence]
     ) -> None:
+        """`pairs`, `others`: items after the opening quote of named and of other properties."""
         self._rules = rules
-        self._low, self._high = low, high
-        self._pairs = []
-        for name, conj, _ in parts:
-            shown = json.dumps(name, ensure_ascii=not is_plain(name))[1:]
-            self._pairs.append((literal(shown), "colon", value(conj)))
-        self._others = [
-            (self._rules.dfa(kind, "key"), "colon", value(conj)) for kind, conj in others
-        ]
-        required = [i for i, part in enumerate(parts) if part[2]]
+        self._members = members
+        self._low, self._high = members.low, members.high
+        self._pairs = pairs
+        self._others = others
+        required = [i for i, one in enumerate(members.properties) if one.is_required]
         self._last_required = required[-1] if required else -1
         self._is_required = {*required}
         self._made: dict[tuple[int, int], str] = {}
         self._tails: dict[tuple[int, int], str] = {}
         self._pair_names: dict[int, str] = {}
-        self._needed = [(0, 0)]
-        self._made[0, 0] = self._rules.name("part")
-        self._build()
+        self._needed: list[tuple[int, int]] = []
+
+    def body(self) -> Rule:
+        """Return the alternatives for the object."""
+        first = self.choice(0, 0)
+        while self._needed:
+            at, written = self._needed.pop()
+            self._rules.bodies[self._made[at, written]] = self._next(at, written)
+        made: Rule = [('"{"', "ws", '"}"')] if self._members.may_be_empty else []
+        if self._high == 0:
+            return made
+        return [*made, ('"{"', "ws", r'"\""', first, "ws", '"}"')]
 
     def choice(self, at: int, written: int) -> str:
         """Return the rule for the next property and all later ones, after its opening quote."""
@@ -188,11 +192,6 @@ class _Members:
             self._made[key] = self._rules.name("part")
             self._needed.append(key)
         return self._made[key]
-
-    def _build(self) -> None:
-        while self._needed:
-            at, written = self._needed.pop()
-            self._rules.bodies[self._made[at, written]] = self._next(at, written)
 
     def _next(self, at: int, written: int) -> Rule:
         if self._high is not None and written >= self._high:

@@ -157,7 +157,7 @@ class _Parts:
             key = f"loop {inner} {after}"
             if key not in self._known:
                 loop = self._known[key] = self._rules.name("loop")
-                self._rules.tell(loop, "value")
+                self._rules.annotate(loop, "value")
                 self._rules.bodies[loop] = [*self._first(inner, loop), (after,)]
             more = self._known[key]
         else:
@@ -172,7 +172,7 @@ class _Parts:
     def loop(self, one: Rule, after: str) -> str:
         """Return the rule for any number of these characters, followed by rule `after`."""
         name = self._rules.name("loop")
-        self._rules.tell(name, "value")
+        self._rules.annotate(name, "value")
         self._rules.bodies[name] = [*((*sequence, name) for sequence in one), (after,)]
         return name
 

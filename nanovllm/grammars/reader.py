@@ -15,8 +15,8 @@ from nanovllm.grammars.automata import PatternError
 from nanovllm.grammars.document import (
     MAX_ALTERNATIVES,
     Addresses,
+    Document,
     InexactError,
-    Register,
     UnknownReferenceError,
     pointer,
 )
@@ -37,7 +37,7 @@ MAX_NESTED = 64  # nesting depth of keywords that apply to the same value
 UNENFORCED = ("unevaluatedItems", "$dynamicRef", "$recursiveRef")
 
 
-class SchemaReader(Register):
+class SchemaReader(Document):
     """Reader of one schema."""
 
     def __init__(self, root: object, where: str, *, exact: bool) -> None:

@@ -63,10 +63,10 @@ class Rules:
         """Add a rule. `end`: key of ENDS for its lookahead. `mark`: its attribute in brackets."""
         name = self.name(hint)
         self.bodies[name] = body
-        self.tell(name, end, mark)
+        self.annotate(name, end, mark)
         return name
 
-    def tell(self, name: str, end: str, mark: str = "") -> None:
+    def annotate(self, name: str, end: str, mark: str = "") -> None:
         if end:
             self._ahead[name] = f" (= {self._space} {ENDS[end]})"
         if mark:
@@ -78,7 +78,7 @@ class Rules:
         if name in self.bodies:
             return name
         if name in ("value_chars", "key_chars"):
-            self.tell(name, name.partition("_")[0])
+            self.annotate(name, name.partition("_")[0])
         self.bodies[name] = _BASIC[name]
         for sequence in _BASIC[name]:
             for item in sequence:
@@ -118,7 +118,7 @@ class Rules:
         name = self.name("rest")
         self._known[key] = name
         self.bodies[name] = body
-        self.tell(name, end)
+        self.annotate(name, end)
         if closing:
             self._ahead[name] = f' (= "\\"" {self._space} {ENDS[closing]})'
         if high != 0:
@@ -159,7 +159,7 @@ class Rules:
             if at in dfa.finals:
                 body.append((r'"\""' if end and in_json else '""',))
             self.bodies[names[at]] = body
-            self.tell(names[at], end)
+            self.annotate(names[at], end)
         self._known[key] = names[0]
         return names[0]
 

@@ -27,13 +27,14 @@ from nanovllm.grammars.facts import (
     Conj,
     Facts,
     Number,
+    Object,
     String,
     both,
 )
-from nanovllm.grammars.objects import Objects
+from nanovllm.grammars.objects import MemberRules, Members, Objects, key_text
 from nanovllm.grammars.reader import SchemaReader
 from nanovllm.grammars.regexes import parsed
-from nanovllm.grammars.rules import Rule, Rules, TooManyRulesError, literal
+from nanovllm.grammars.rules import Rule, Rules, Sequence, TooManyRulesError, literal
 
 MAX_BYTES = 1 << 20
 MAX_TEXT = 1 << 20  # of a grammar
@@ -85,7 +86,8 @@ class Grammar:
         self.reader = reader
         self.rules = Rules(max_space)
         self.room = MAX_STATES
-        self._objects = Objects(reader, self.rules, self.value)
+        self._objects = Objects(reader)
+        self._members: dict[Members, Rule] = {}
         self._names: dict[Conj, str] = {}
         self._texts: dict[String, str] = {}
         self._waiting: deque[Conj] = deque()
@@ -135,10 +137,10 @@ class Grammar:
                 made += self.array(replace(facts.array, contains=()))
         if facts.object:
             try:
-                made += self._objects.written(facts.object, path)
+                made += self.object(facts.object, path)
             except (InexactError, PatternError) as error:
                 self.reader.inexact(path, str(error))
-                made += self._objects.written(facts.object.simple(), path)
+                made += self.object(facts.object.simple(), path)
         return made
 
     def number(self, number: Number, path: str) -> str:
@@ -205,6 +207,20 @@ class Grammar:
             return parts.text_of(self.rules, pattern, high)
         except PatternError:
             return None
+
+    def object(self, given: Object, path: str) -> Rule:
+        """Return the alternatives for an object. Raise InexactError."""
+        members = self._objects.members(given, path)
+        if members not in self._members:
+            pairs: list[Sequence] = [
+                (key_text(one.name), "colon", self.value(one.conj)) for one in members.properties
+            ]
+            others: list[Sequence] = [
+                (self.rules.dfa(names, "key"), "colon", self.value(conj))
+                for names, conj in members.others
+            ]
+            self._members[members] = MemberRules(self.rules, members, pairs, others).body()
+        return self._members[members]
 
     def array(self, array: Array) -> Rule:
         first = min(MAX_PREFIX, max((len(prefix) for prefix, _ in array.layers), default=0))

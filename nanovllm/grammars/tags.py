@@ -87,8 +87,7 @@ class Parameters:
 
     def _object(self, given: Object) -> Format | None:
         """Return the format for one alternative, or None if nothing matches."""
-        objects = Objects(self._reader, Rules(MAX_SPACE), lambda _: "any")
-        parts, others = objects.parts(given, "#")
+        parts, others = Objects(self._reader).parts(given, "#")
         if given.low > len(given.required) or given.high is not None:
             self._reader.inexact("#", "'minProperties' or 'maxProperties' of parameters")
         made = []

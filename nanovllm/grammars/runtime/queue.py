@@ -112,8 +112,8 @@ class GrammarQueue:
             trial.close()
         self._builder.build(WARM_TAG)
 
-    def ask(self, request_id: int, tag: str, told: OnCompiled) -> None:
-        """Call `told` with the grammar once it is compiled, possibly at once.
+    def submit(self, request_id: int, tag: str, on_compiled: OnCompiled) -> None:
+        """Call `on_compiled` with the grammar once it is compiled, possibly at once.
 
         It is not called if the request leaves first.
         """
@@ -123,20 +123,20 @@ class GrammarQueue:
                 self._kept.move_to_end(tag)
                 outcome = kept.outcome
             elif tag in self._jobs or sum(map(len, self._jobs)) + len(tag) <= QUEUE_BYTES:
-                self._wait(request_id, tag, told)
+                self._wait(request_id, tag, on_compiled)
                 return
             else:
                 reason = f"{QUEUE_BYTES} bytes of grammars are waiting already"
                 outcome = Failure(RefusalKind.QUEUE_FULL, reason)
-        told(outcome)
+        on_compiled(outcome)
 
-    def _wait(self, request_id: int, tag: str, told: OnCompiled) -> None:
+    def _wait(self, request_id: int, tag: str, on_compiled: OnCompiled) -> None:
         job = self._jobs.get(tag)
         if job is None:
             job = self._jobs[tag] = PendingGrammar(tag, len(tag) + AGEING_BYTES * time.monotonic())
             self._queued.append(job)
             self._changed.notify()
-        job.waiting[request_id] = told
+        job.waiting[request_id] = on_compiled
         self._job_of[request_id] = job
         while len(self._workers) < WORKERS:
             self._workers.append(threading.Thread(target=self._work, daemon=True))
@@ -171,7 +171,7 @@ class GrammarQueue:
             except Exception:
                 log.exception("a grammar failed")
                 outcome = Failure(RefusalKind.FAILED, "the grammar could not be compiled", 0.0)
-            self._tell(job, outcome)
+            self._finish(job, outcome)
 
     def _next(self) -> PendingGrammar | None:
         with self._changed:
@@ -234,7 +234,7 @@ class GrammarQueue:
             self.failures[how] += 1
         return failure
 
-    def _tell(self, job: PendingGrammar, outcome: CompileOutcome | None) -> None:
+    def _finish(self, job: PendingGrammar, outcome: CompileOutcome | None) -> None:
         with self._changed:
             if outcome is not None:
                 self._keep(job.tag, outcome)
@@ -243,8 +243,8 @@ class GrammarQueue:
             for request_id in job.waiting:
                 del self._job_of[request_id]
         if outcome is not None:
-            for told in job.waiting.values():
-                told(outcome)
+            for on_compiled in job.waiting.values():
+                on_compiled(outcome)
 
     def _keep(self, tag: str, outcome: CompileOutcome) -> None:
         if isinstance(outcome, Failure):

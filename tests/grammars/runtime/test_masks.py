@@ -79,7 +79,7 @@ def attempt() -> Attempt:
 def compiled(made, *requests) -> list[CompileOutcome]:
     told: list[Future[CompileOutcome]] = [Future() for _ in requests]
     for at, (asked, future) in enumerate(zip(requests, told, strict=True)):
-        made.queue.ask(at, asked.grammar, future.set_result)
+        made.queue.submit(at, asked.grammar, future.set_result)
     return [future.result(timeout=60) for future in told]
 
 
@@ -155,7 +155,7 @@ def heavy(number) -> dict:
 def test_heavy_grammars_whose_requests_left_hold_nobody(made) -> None:
     compiled(made, request(token(THINK)))  # one-time initialisation is done
     for i in range(12):
-        made.queue.ask(100 + i, request(heavy(i)).grammar, refuse_to_hear)
+        made.queue.submit(100 + i, request(heavy(i)).grammar, refuse_to_hear)
     time.sleep(0.3)
     for i in range(12):
         made.queue.leave(100 + i)

@@ -38,7 +38,7 @@ class Asking:
         self.told: queue.SimpleQueue[tuple[int, CompileOutcome]] = queue.SimpleQueue()
 
     def ask(self, request_id: int, tag: str) -> None:
-        self.queue.ask(request_id, tag, lambda outcome: self.told.put((request_id, outcome)))
+        self.queue.submit(request_id, tag, lambda outcome: self.told.put((request_id, outcome)))
 
     def hear(self, count: int = 1) -> dict[int, object]:
         """Wait for `count` outcomes. Return the tag of each grammar or its failure, by request."""
