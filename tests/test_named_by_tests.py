@@ -72,9 +72,8 @@ DRIVEN_BY = {
         nanovllm/engine/loop.py nanovllm/kv/checkpoints.py nanovllm/kv/hybrid.py
         nanovllm/kv/memory.py nanovllm/kv/pages.py
         nanovllm/sched/decoding.py nanovllm/sched/drafting.py nanovllm/sched/policy.py
-        nanovllm/sched/queue.py
-        nanovllm/sched/request.py nanovllm/sched/rows.py nanovllm/sched/scheduler.py
-        nanovllm/sched/tails.py""",
+        nanovllm/sched/planner.py nanovllm/sched/queue.py nanovllm/sched/request.py
+        nanovllm/sched/scheduler.py""",
     "tests/paper/test_sharing.py": "nanovllm/kv/keys.py",
     "tests/runner/test_room.py": "nanovllm/kv/layout.py",
     "tests/sampling/test_sampler.py": """
