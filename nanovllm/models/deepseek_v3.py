@@ -15,9 +15,9 @@ from nanovllm_kernels.experts.route_reference import Routing
 from nanovllm.config import ConfigError
 from nanovllm.kv.layout import CacheLayout, PagedGroup
 from nanovllm.layers.attention import QKNorm
+from nanovllm.layers.experts.moe import MoE, shared_rules
 from nanovllm.layers.latent_attention import LatentAttention, LatentSizes
 from nanovllm.layers.linear import Layer
-from nanovllm.layers.moe import MoE, shared_rules
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.stretched_rope import YarnRope
 from nanovllm.models.decoder import Block, Count, Decoder, DecoderConfig, Rule

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from nanovllm_kernels.experts.route_reference import Routing
 
+from nanovllm.layers.experts.moe import MoE
 from nanovllm.layers.linear import Layer
-from nanovllm.layers.moe import MoE
 from nanovllm.layers.ops import Ops
 from nanovllm.models.decoder import Block, Count, Decoder, DecoderConfig, Rule
 from nanovllm.parallel.mesh import Mesh

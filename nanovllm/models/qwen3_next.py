@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from nanovllm.config import ConfigError
 from nanovllm.kv.layout import CacheLayout, StateGroup
 from nanovllm.layers.attention import QKNorm
+from nanovllm.layers.experts.moe import shared_rules
 from nanovllm.layers.gated_attention import GatedAttention
 from nanovllm.layers.gated_delta import DeltaSizes, GatedDeltaNet
 from nanovllm.layers.linear import Layer
-from nanovllm.layers.moe import shared_rules
 from nanovllm.layers.ops import Ops
 from nanovllm.models.decoder import Count, Decoder, DecoderConfig, Rule
 from nanovllm.models.sparse import WEIGHTS, SparseBlock, SparseConfig

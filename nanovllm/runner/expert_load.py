@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.experts import ExpertLoad
-from nanovllm.layers.moe import MoE
+from nanovllm.layers.experts.moe import MoE
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.results import Event, HostEvent, to_host
 

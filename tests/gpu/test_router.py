@@ -15,8 +15,8 @@ import torch
 from nanovllm_kernels.timing import graph_us
 from torch import Tensor
 
-from nanovllm.layers.router import bfloat16_parts, by_parts
-from tests.layers.test_router import ULP, exact
+from nanovllm.layers.experts.router import bfloat16_parts, by_parts
+from tests.layers.experts.test_router import ULP, exact
 
 E = 256
 SIZES = {"minimax-m2": 3072, "deepseek-r1": 7168}

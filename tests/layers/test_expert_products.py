@@ -14,8 +14,8 @@ from nanovllm.layers import ops
 from nanovllm.layers.describe import products
 from nanovllm.layers.expert_kernels import CUTE, TRITON
 from nanovllm.layers.expert_products import TORCH, ExpertKernels, products_for
+from nanovllm.layers.experts.moe import ExpertMLPs
 from nanovllm.layers.linear import AddLinear
-from nanovllm.layers.moe import ExpertMLPs
 from nanovllm.layers.ops import select_ops
 from nanovllm.parallel.mesh import Mesh, Span
 from nanovllm.runner.graphs import obstacles

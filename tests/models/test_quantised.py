@@ -180,7 +180,7 @@ def test_fp8_is_not_taken_for_a_plain_checkpoint(tmp_path: Path) -> None:
 
 
 class Experts(nn.Module):
-    """Parameters of stacked experts, as in layers/moe.py."""
+    """Parameters of stacked experts, as in layers/experts/moe.py."""
 
     def __init__(self, experts: Span, inner: Span, hidden_size: int) -> None:
         super().__init__()

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanovllm.config import ConfigError, Kernels
+from nanovllm.layers.experts.router import Router
 from nanovllm.layers.ops import select_ops
-from nanovllm.layers.router import Router
 from nanovllm.models import shards, weights
 from nanovllm.models.config import read_model_config
 from nanovllm.models.shards import read

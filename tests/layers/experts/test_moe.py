@@ -16,7 +16,7 @@ from torch import Tensor
 from nanovllm.config import Kernels, load_config
 from nanovllm.layers.describe import products
 from nanovllm.layers.expert_products import TORCH
-from nanovllm.layers.moe import ExpertMLPs, MoE, weight_traffic
+from nanovllm.layers.experts.moe import ExpertMLPs, MoE, weight_traffic
 from nanovllm.layers.ops import Ops, select_ops
 from nanovllm.layers.residual import Added, Pending, Residual
 from nanovllm.parallel.mesh import Mesh, Span

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from nanovllm.attention.base import ForwardContext
 from nanovllm.layers.expert_products import ExpertKernels, products_for
+from nanovllm.layers.experts.router import Router
 from nanovllm.layers.fp8 import fp8_parameter, in_blocks
 from nanovllm.layers.linear import Layer, Placement, parameter, with_pending_sum
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.ops import Implementation, Ops, RowTable
 from nanovllm.layers.residual import Added, Pending, Residual, as_tensor
-from nanovllm.layers.router import Router
 from nanovllm.parallel.mesh import Mesh, Span
 
 FEW_ROWS = 16  # rows up to which the norm and the router's product are one launch

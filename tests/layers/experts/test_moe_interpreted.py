@@ -16,7 +16,7 @@ from torch import Tensor
 from nanovllm.config import Kernels
 from nanovllm.layers.expert_kernels import TRITON
 from nanovllm.layers.expert_products import TORCH, ExpertKernels
-from nanovllm.layers.moe import MoE
+from nanovllm.layers.experts.moe import MoE
 from nanovllm.layers.ops import select_ops
 from nanovllm.layers.residual import Added
 from nanovllm.parallel.mesh import Mesh
