@@ -39,7 +39,9 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/experts/combine.py kernels/nanovllm_kernels/experts/products.py
         kernels/nanovllm_kernels/experts/routed_cases.py
         kernels/nanovllm_kernels/experts/route.py kernels/nanovllm_kernels/experts/rows.py""",
-    "tests/layers/test_expert_products.py": "nanovllm/layers/expert_kernels.py",
+    "tests/layers/experts/test_products.py": """
+        nanovllm/layers/expert_kernels.py nanovllm/layers/expert_products.py""",
+    "tests/layers/experts/test_moe.py": "nanovllm/layers/experts/shared.py",
     "tests/models/test_parity.py": """
         nanovllm/attention/base.py nanovllm/layers/attention.py nanovllm/layers/embedding.py
         nanovllm/layers/linear.py nanovllm/layers/mlp.py nanovllm/layers/norm.py

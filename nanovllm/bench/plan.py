@@ -26,7 +26,7 @@ from nanovllm.config import (
 )
 from nanovllm.engine.paper import resolve
 from nanovllm.kv.split import Split, decode_bytes, num_paged, room_for_pages, running_bytes
-from nanovllm.layers.experts.moe import weight_traffic
+from nanovllm.layers.experts.products import weight_traffic
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.parallel.mesh import Mesh, first_rank

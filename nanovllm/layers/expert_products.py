@@ -1,8 +1,7 @@
-"""Implementations of routed experts, and the choice of products by number of tokens.
+"""Interface of the kernels of routed experts, and its implementation in plain torch.
 
-The choice depends on the number of tokens, which a CUDA graph fixes, and never on the routing. It
-uses the (token, expert) pairs that this rank expects under uniform routing. With few rows per
-expert, the time is that of reading weights; with many, that of arithmetic.
+The products are chosen in experts/products.py. This file is not in that folder, because ops.py
+imports it and the folder's layers import ops.py.
 """
 
 from __future__ import annotations
@@ -49,18 +48,3 @@ class ExpertKernels(NamedTuple):
 
 
 TORCH = ExpertKernels(route=route, sort=sort_rows, few=EXPERTS, many=(), combine=combine)
-
-
-def products_for(
-    kernels: ExpertKernels, num_pairs: int, experts: Span, gate_up_E2FD: Tensor
-) -> tuple[ExpertProducts, int]:
-    """Return the products for steps with `num_pairs` pairs, and the tile size for sorting rows.
-
-    The tile is 0 if rows are not sorted. `experts` are those of this rank among all.
-    """
-    if num_pairs <= kernels.unsorted and experts.count == experts.full:
-        return kernels.few, 0
-    expected = num_pairs * experts.count // experts.full
-    fitting = (products for products in kernels.many if products.fits(expected, gate_up_E2FD))
-    products = next(fitting, kernels.few)
-    return products, products.tile(expected, experts.count)

@@ -15,7 +15,8 @@ from nanovllm_kernels.experts.route_reference import Routing
 from nanovllm.config import ConfigError
 from nanovllm.kv.layout import CacheLayout, PagedGroup
 from nanovllm.layers.attention import QKNorm
-from nanovllm.layers.experts.moe import MoE, shared_rules
+from nanovllm.layers.experts.moe import Mixture, MoE
+from nanovllm.layers.experts.shared import shared_rules
 from nanovllm.layers.latent_attention import LatentAttention, LatentSizes
 from nanovllm.layers.linear import Layer
 from nanovllm.layers.ops import Ops
@@ -138,12 +139,11 @@ class LatentBlock(Block):
         if layer < config.first_k_dense_replace:
             return super().mlp_of(config, layer, mesh, ops)
         inner = config.moe_intermediate_size
-        return MoE(
+        mixture = Mixture(
             hidden_size=config.hidden_size,
             experts=("n_routed_experts", config.n_routed_experts),
             inner=("moe_intermediate_size", inner),
             num_chosen=config.num_experts_per_tok,
-            eps=config.rms_norm_eps,
             rule=Routing(
                 score="sigmoid",
                 renormalise=config.norm_topk_prob,
@@ -152,11 +152,15 @@ class LatentBlock(Block):
                 chosen_groups=config.topk_group,
             ),
             exact=True,
+            shared=inner * (config.n_shared_experts or 0),
+        )
+        return MoE(
+            mixture,
+            eps=config.rms_norm_eps,
             layer=layer,
             is_last=layer + 1 == config.num_hidden_layers,
             mesh=mesh,
             ops=ops,
-            shared=inner * (config.n_shared_experts or 0),
         )
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from nanovllm_kernels.experts.route_reference import Routing
 
-from nanovllm.layers.experts.moe import MoE
+from nanovllm.layers.experts.moe import Mixture, MoE
 from nanovllm.layers.linear import Layer
 from nanovllm.layers.ops import Ops
 from nanovllm.models.decoder import Block, Count, Decoder, DecoderConfig, Rule
@@ -66,14 +66,17 @@ class MiniMaxM2Block(Block):
 
     def mlp_of(self, config: DecoderConfig, layer: int, mesh: Mesh, ops: Ops) -> Layer:
         assert isinstance(config, MiniMaxM2Config)
-        return MoE(
+        mixture = Mixture(
             hidden_size=config.hidden_size,
             experts=("num_local_experts", config.num_local_experts),
             inner=("intermediate_size", config.intermediate_size),
             num_chosen=config.num_experts_per_tok,
-            eps=config.rms_norm_eps,
             rule=Routing("sigmoid", renormalise=True),
             exact=True,
+        )
+        return MoE(
+            mixture,
+            eps=config.rms_norm_eps,
             layer=layer,
             is_last=layer + 1 == config.num_hidden_layers,
             mesh=mesh,

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from nanovllm.config import ConfigError
 from nanovllm.kv.layout import CacheLayout, StateGroup
 from nanovllm.layers.attention import QKNorm
-from nanovllm.layers.experts.moe import shared_rules
+from nanovllm.layers.experts.shared import shared_rules
 from nanovllm.layers.gated_attention import GatedAttention
 from nanovllm.layers.gated_delta import DeltaSizes, GatedDeltaNet
 from nanovllm.layers.linear import Layer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nanovllm_kernels.experts.route_reference import Routing
 
-from nanovllm.layers.experts.moe import MoE
+from nanovllm.layers.experts.moe import Mixture, MoE
 from nanovllm.layers.linear import Layer
 from nanovllm.layers.ops import Ops
 from nanovllm.models.decoder import Block, Count, Decoder, DecoderConfig, Rule
@@ -68,20 +68,23 @@ class SparseBlock(Block):
         assert isinstance(config, SparseConfig)
         if config.is_dense(layer):
             return super().mlp_of(config, layer, mesh, ops)
-        return MoE(
+        mixture = Mixture(
             hidden_size=config.hidden_size,
             experts=config.experts,
             inner=("moe_intermediate_size", config.moe_intermediate_size),
             num_chosen=config.num_experts_per_tok,
-            eps=config.rms_norm_eps,
             rule=Routing("softmax", config.norm_topk_prob),
             exact=False,
+            shared=config.shared_size,
+            gates_shared=True,
+        )
+        return MoE(
+            mixture,
+            eps=config.rms_norm_eps,
             layer=layer,
             is_last=layer + 1 == config.num_hidden_layers,
             mesh=mesh,
             ops=ops,
-            shared=config.shared_size,
-            gates_shared=True,
         )
 
 

@@ -33,15 +33,15 @@ class ExpertCounter:
 
     def __init__(self, model: Decoder, device: torch.device) -> None:
         blocks = [part for part in model.modules() if isinstance(part, MoE)]
-        sizes = [sum(map(len, block.ranks)) for block in blocks]
+        sizes = [sum(map(len, block.places.ranks)) for block in blocks]
         self.tokens_X = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         for block, tokens_X in zip(blocks, self.tokens_X.split(sizes), strict=True):
-            block.count(tokens_X)
+            block.places.count(tokens_X)
         self._layers = [block.layer for block in blocks]
         held = [
             (at, rank, expert)
             for at, block in enumerate(blocks)
-            for rank, experts in enumerate(block.ranks)
+            for rank, experts in enumerate(block.places.ranks)
             for expert in experts
         ]
         self._layer_of, self._rank_of, self._expert_of = np.array(held, np.int64).reshape(-1, 3).T

@@ -21,7 +21,7 @@ from nanovllm_kernels.fp8_reference import Scaled
 from nanovllm_kernels.products.gated_linear import compile_gated
 
 from nanovllm.layers.embedding import VocabEmbedding
-from nanovllm.layers.experts.moe import ExpertMLPs
+from nanovllm.layers.experts.products import ExpertMLPs
 from nanovllm.layers.linear import AddLinear, NormLinear
 from nanovllm.log import Progress
 from nanovllm.models.decoder import Decoder

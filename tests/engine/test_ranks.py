@@ -184,7 +184,7 @@ def test_copies_of_experts_write_the_text_of_one_rank(
         assert sum(modes.values()) == engine.scheduler.stats().num_steps
         assert {mode.partition("/")[2] for mode in modes} >= {"mixed", "structured"}
         block: Any = engine.runner.model.layers[-1]
-        assert len(block.mlp.ranks) == 2 and len(block.mlp.experts.gate_up) == 7
+        assert len(block.mlp.places.ranks) == 2 and len(block.mlp.experts.gate_up) == 7
     assert found is not None and own is not None and len(found.by_rank) == 2
     assert (own.lines() == load.lines()) == (found.lines() == own.lines()) == (tp == 2)
     ours, all_ours, alones = (sum(one.by_rank.values()) for one in (own, found, load))

@@ -1,13 +1,13 @@
 """Router of experts: logits of all experts on every rank, from a weight that may be float32.
 
-Decision: for many bfloat16 rows, a float32 weight is split into bfloat16 parts whose sum it is, and
-one product with float32 sums multiplies all parts. On an H200, 8,192 rows of MiniMax-M2 and of
+Decision: for many bfloat16 rows, a float32 weight is split into bfloat16 parts whose sum it is. One
+product with float32 sums multiplies all parts. On an H200, 8,192 rows of MiniMax-M2 and of
 DeepSeek-R1 take 65 and 128 us instead of 332 and 751. A part has the leading 8 bits of 24, so three
-parts equal the weight exactly; only numbers below 2^-110 differ, by at most 2^-134. A weight that
+parts equal the weight exactly. Only numbers below 2^-110 differ, by at most 2^-134. A weight that
 was stored as bfloat16 is one part.
 
 A product of two bfloat16 numbers is exact in float32, so all error comes from sums. A tensor core
-adds 17 numbers at a time. If each keeps no more than the 24 bits of the largest, the error is at
+adds 17 numbers at a time, each with no more than the 24 bits of the largest. The error is then at
 most 2.5 * D * 2^-24 of the sum of |x w|. That of a float32 product is at most D * 2^-24. If the
 scores of two experts are closer than that, either method may choose either.
 """

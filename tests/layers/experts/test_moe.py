@@ -16,7 +16,8 @@ from torch import Tensor
 from nanovllm.config import Kernels, load_config
 from nanovllm.layers.describe import products
 from nanovllm.layers.expert_products import TORCH
-from nanovllm.layers.experts.moe import ExpertMLPs, MoE, weight_traffic
+from nanovllm.layers.experts.moe import Mixture, MoE
+from nanovllm.layers.experts.products import ExpertMLPs, weight_traffic
 from nanovllm.layers.ops import Ops, select_ops
 from nanovllm.layers.residual import Added, Pending, Residual
 from nanovllm.parallel.mesh import Mesh, Span
@@ -39,21 +40,17 @@ def moe(
     gated: bool = False,
 ) -> MoE:
     torch.manual_seed(0)
-    made = MoE(
+    mixture = Mixture(
         hidden_size=D,
         experts=("num_experts", E),
         inner=("moe_intermediate_size", F),
         num_chosen=K,
-        eps=1e-6,
         rule=RULE,
         exact=exact,
-        layer=0,
-        is_last=False,
-        mesh=mesh,
-        ops=ops,
         shared=shared,
         gates_shared=gated,
     )
+    made = MoE(mixture, eps=1e-6, layer=0, is_last=False, mesh=mesh, ops=ops)
     for parameter in made.parameters():
         parameter.data.normal_()
     return made

@@ -16,7 +16,7 @@ from torch import Tensor
 from nanovllm.config import Kernels
 from nanovllm.layers.expert_kernels import TRITON
 from nanovllm.layers.expert_products import TORCH, ExpertKernels
-from nanovllm.layers.experts.moe import MoE
+from nanovllm.layers.experts.moe import Mixture, MoE
 from nanovllm.layers.ops import select_ops
 from nanovllm.layers.residual import Added
 from nanovllm.parallel.mesh import Mesh
@@ -36,22 +36,25 @@ def block(kernels: ExpertKernels, mesh: Mesh, *, exact: bool) -> MoE:
     A shared expert is one of the experts if the rank has all of them.
     """
     torch.manual_seed(0)
+    mixture = Mixture(
+        hidden_size=D,
+        experts=("num_experts", E),
+        inner=("moe_intermediate_size", F),
+        num_chosen=K,
+        rule=Routing("sigmoid" if exact else "softmax", renormalise=True),
+        exact=exact,
+        shared=F,
+        gates_shared=not exact,
+    )
     torch.set_default_dtype(torch.bfloat16)
     try:
         made = MoE(
-            hidden_size=D,
-            experts=("num_experts", E),
-            inner=("moe_intermediate_size", F),
-            num_chosen=K,
+            mixture,
             eps=1e-6,
-            rule=Routing("sigmoid" if exact else "softmax", renormalise=True),
-            exact=exact,
             layer=0,
             is_last=False,
             mesh=mesh,
             ops=replace(select_ops(Kernels(), torch.device("cpu")), experts=kernels),
-            shared=F,
-            gates_shared=not exact,
         )
     finally:
         torch.set_default_dtype(torch.float32)

@@ -13,8 +13,8 @@ from nanovllm.config import Kernels, Recipe
 from nanovllm.layers import ops
 from nanovllm.layers.describe import products
 from nanovllm.layers.expert_kernels import CUTE, TRITON
-from nanovllm.layers.expert_products import TORCH, ExpertKernels, products_for
-from nanovllm.layers.experts.moe import ExpertMLPs
+from nanovllm.layers.expert_products import TORCH, ExpertKernels
+from nanovllm.layers.experts.products import ExpertMLPs, products_for
 from nanovllm.layers.linear import AddLinear
 from nanovllm.layers.ops import select_ops
 from nanovllm.parallel.mesh import Mesh, Span
