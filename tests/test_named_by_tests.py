@@ -85,9 +85,9 @@ DRIVEN_BY = {
         nanovllm/sampling/min_tokens.py nanovllm/sampling/penalties.py
         nanovllm/sampling/truncate.py""",
     "tests/server/test_ranges.py": "nanovllm/sampling/vetting.py",
-    "tests/server/test_chat.py": """
+    "tests/server/test_choice.py": """
         nanovllm/server/answers.py nanovllm/server/orders.py nanovllm/server/shapes.py""",
-    "tests/server/test_reply.py": "nanovllm/server/asgi.py",
+    "tests/server/test_stream.py": "nanovllm/server/asgi.py",
     "tests/server/test_protocol.py": "nanovllm/server/errors.py",
     "tests/server/test_large.py": "nanovllm/server/length.py",
     "tests/server/test_shutdown.py": "nanovllm/server/main.py",

@@ -77,7 +77,7 @@ def samples_now(client: EngineClient) -> dict[str, float]:
 
 
 class Stopwatch:
-    """Receiver of one request's results, which stamps them."""
+    """Sink and stream of one request, which stamps its results."""
 
     def __init__(self, num_prompt: int, max_new: int, finished: Callable[[int], None]) -> None:
         self.sample = Sample(sent=time.perf_counter(), stamps=[], input_tokens=num_prompt)
@@ -134,7 +134,7 @@ async def run(engine: EngineClient, load: TokenLoad, advance: Advance) -> list[S
         )
         sink = Stopwatch(len(load.prompts[at]), load.outputs[at], finished)
         sinks.append(sink)
-        engine.submit(request, sink)
+        engine.submit(request, sink, sink)
     for _ in sinks:
         await done.acquire()
     return [sink.sample for sink in sinks]

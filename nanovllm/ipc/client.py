@@ -1,7 +1,8 @@
 """An API process's client of the engine: submit and abort requests, route results to their sinks.
 
 Results arrive once per engine step, as packed arrays, and reach each request through plain calls.
-There is no queue, task or future per request, and no code for HTTP or text.
+Requests may share a stream, which is flushed once after all results that arrived together. There is
+no queue, task or future per request, and no code for HTTP or text.
 """
 
 from __future__ import annotations
@@ -52,13 +53,20 @@ class Sink(Protocol):
 
     def refused(self, refusal: Refusal) -> None: ...
 
+
+class Stream(Protocol):
+    """Receiver of the ends of steps, for one or more sinks. The same rules apply as for a sink."""
+
     def lost(self) -> None:
-        """End the request: the engine is gone, or a method of this sink raised an exception."""
+        """End its requests: the engine is gone, or a method of it or of a sink failed."""
         ...
 
     def flush(self) -> None:
-        """Take the end of a step's results for this request. May be called twice in a step."""
+        """Take the end of the results that arrived together. Called once for all its sinks."""
         ...
+
+
+Touched = dict[Stream, None]  # streams with new results, in order
 
 
 class EngineClient:
@@ -77,7 +85,7 @@ class EngineClient:
         self._beat = Beat(0.0, 0.0)
         self._beat_at: float | None = None  # arrival time of the beat
         self._on_lost = on_lost
-        self._sinks: dict[int, Sink] = {}
+        self._sinks: dict[int, tuple[Sink, Stream]] = {}
         self._lookers: deque[Callable[[Steps], object]] = deque()  # callbacks in order of Looks
         self._num_ids = 0
         self._connection: AsyncConnection
@@ -103,7 +111,7 @@ class EngineClient:
         self._num_ids += 1
         return self.ready.worker << WORKER_BITS | self._num_ids
 
-    def submit(self, request: Generate, sink: Sink) -> None:
+    def submit(self, request: Generate, sink: Sink, stream: Stream) -> None:
         """Submit a request. Raise EngineLostError if the engine is gone.
 
         After any exception, no method of the sink is called.
@@ -111,7 +119,7 @@ class EngineClient:
         if self.is_lost:
             raise EngineLostError
         self._connection.send(request)
-        self._sinks[request.request_id] = sink
+        self._sinks[request.request_id] = sink, stream
 
     def abort(self, request_id: int) -> None:
         """Abort a request. Its sink is not called again. Unknown ids are ignored."""
@@ -127,7 +135,7 @@ class EngineClient:
         self._connection.close()
 
     def cut(self) -> None:
-        """Drop the connection. `lost` of all sinks is then called."""
+        """Drop the connection. `lost` of all streams is then called."""
         self._connection.abort()
 
     @property
@@ -152,7 +160,7 @@ class EngineClient:
 
     def _received(self, messages: list[FromEngine]) -> None:
         self.step_time = time.monotonic()
-        touched: list[Sink] = []
+        touched: Touched = {}
         for message in messages:
             if isinstance(message, StepOutput):
                 self._dispatch(message, touched)
@@ -165,31 +173,32 @@ class EngineClient:
                 self._is_ready.set_result(None)
         self._flush(touched)
 
-    def _dispatch(self, out: StepOutput, touched: list[Sink]) -> None:
+    def _dispatch(self, out: StepOutput, touched: Touched) -> None:
         for start in out.started:
-            self._say(start.request_id, "started", start.num_cached, touched)
+            self._call(start.request_id, "started", start.num_cached, touched)
         for entry in out.logprobs:
-            self._say(entry.request_id, "logprobs", entry, touched)
+            self._call(entry.request_id, "logprobs", entry, touched)
         self._dispatch_tokens(out, touched)
         for finish in out.finished:
-            self._say(finish.request_id, "finish", finish, touched)
+            self._call(finish.request_id, "finish", finish, touched)
             self._sinks.pop(finish.request_id, None)
         for refusal in out.refused:
-            self._say(refusal.request_id, "refused", refusal, touched)
+            self._call(refusal.request_id, "refused", refusal, touched)
             self._sinks.pop(refusal.request_id, None)
         if out.stats is not None:  # taken after all the above
             self.stats, self.num_open_then = out.stats, self.num_open
 
-    def _say(self, request_id: int, word: str, what: object, touched: list[Sink]) -> None:
-        """Call method `word` of the request's sink, if the request is still open."""
-        if (sink := self._sinks.get(request_id)) is not None:
-            touched.append(sink)
+    def _call(self, request_id: int, method: str, result: object, touched: Touched) -> None:
+        """Call a method of the request's sink, if the request is still open."""
+        if (receivers := self._sinks.get(request_id)) is not None:
+            sink, stream = receivers
+            touched[stream] = None
             try:
-                getattr(sink, word)(what)
+                getattr(sink, method)(result)
             except Exception:
-                self._failed(request_id, sink)
+                self._failed(request_id, stream)
 
-    def _dispatch_tokens(self, out: StepOutput, touched: list[Sink]) -> None:
+    def _dispatch_tokens(self, out: StepOutput, touched: Touched) -> None:
         """Call `tokens` of all sinks. The loop runs once per row, so it must be cheap."""
         sinks = self._sinks
         tokens = memoryview(out.tokens).cast("i")
@@ -197,38 +206,40 @@ class EngineClient:
         end = 0
         for row, request_id in enumerate(memoryview(out.ids).cast("q")):
             begin, end = end, end + (1 if counts is None else counts[row])
-            if (sink := sinks.get(request_id)) is None:
+            if (receivers := sinks.get(request_id)) is None:
                 continue  # aborted, but the engine has not received the abort yet
+            sink, stream = receivers
             try:
                 sink.tokens(tokens[begin:end])
             except Exception:
-                self._failed(request_id, sink)
-            touched.append(sink)
+                self._failed(request_id, stream)
+            touched[stream] = None
 
-    def _failed(self, request_id: int, sink: Sink) -> None:
-        """Abort a request whose sink raised an exception. Other requests are unaffected."""
+    def _failed(self, request_id: int, stream: Stream) -> None:
+        """Abort a request whose sink raised an exception. Other streams are unaffected."""
         log.exception("request %d failed", request_id)
         self.abort(request_id)
-        sink.lost()
+        stream.lost()
 
     def _lost(self) -> None:
         self.is_lost = True
         if not self._is_ready.done():
             self._is_ready.set_exception(EngineLostError("the engine died while starting"))
             return
-        sinks, self._sinks = list(self._sinks.values()), {}
-        for sink in sinks:
-            sink.lost()
-        self._flush(sinks)
+        streams = {stream: None for _, stream in self._sinks.values()}
+        self._sinks = {}
+        for stream in streams:
+            stream.lost()
+        self._flush(streams)
         self._on_lost()
 
-    def _flush(self, sinks: list[Sink]) -> None:
-        """Flush sinks. An exception of one must not end the connection and its other requests."""
-        for sink in sinks:
+    def _flush(self, streams: Touched) -> None:
+        """Flush streams. An exception of one must not end the connection and its other requests."""
+        for stream in streams:
             try:
-                sink.flush()
+                stream.flush()
             except Exception:
                 log.exception("writing an answer failed")
-                with suppress(Exception):  # the sink may still report the error to its client
-                    sink.lost()
-                    sink.flush()
+                with suppress(Exception):  # the stream may still report the error to its client
+                    stream.lost()
+                    stream.flush()

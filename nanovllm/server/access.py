@@ -57,7 +57,7 @@ class Access:
             raise self._foreign(origin.decode("latin-1"))
 
     def readable_by(self, scope: Scope) -> bytes | None:
-        """Return the value of Access-Control-Allow-Origin for a request that passed `check`.
+        """Return the value of Access-Control-Allow-Origin for a request that passes `check`.
 
         Return None if only pages of the server's own origin may read the answer.
         """

@@ -4,11 +4,16 @@ Independent of tokens and sockets.
 
 Decision: a chunk consists of bytes built once per stream around text that msgspec quotes. This
 takes 0.2 us; encoding a chunk object takes 0.7 us and validating one 6 us.
+
+Decision: if each chunk carries the usage (continuous_usage_stats), all events of a choice in one
+step form one chunk, including its end. Clients take the difference of two counts as the size of a
+chunk, so the count must rise with each chunk.
 """
 
 from __future__ import annotations
 
 import secrets
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, Struct
@@ -19,7 +24,9 @@ from nanovllm.server.shapes import (
     AnswerChoice,
     Call,
     ChoiceLogprobs,
+    CompletionDetails,
     Function,
+    PromptDetails,
     TokenLogprob,
     Usage,
 )
@@ -41,6 +48,42 @@ class Details(Struct):
             self.token_ids += other.token_ids
 
 
+class Counts(Struct):
+    """Tokens of a choice: generated so far, and covered by the chunks that carry the usage."""
+
+    tokens: int = 0
+    reasoning: int = 0  # of `tokens`
+    told: int = 0
+    told_reasoning: int = 0
+
+
+class Tally(Struct):
+    """Tokens of a request."""
+
+    num_prompt: int
+    choices: list[Counts]
+    num_cached: int | None = None  # of the choice that started first; None if none has started
+
+    def usage(self) -> Usage:
+        counts = self.choices
+        return self._usage(sum(c.tokens for c in counts), sum(c.reasoning for c in counts))
+
+    def usage_with(self, index: int) -> Usage:
+        """Return the usage for a chunk that covers all tokens so far of one choice."""
+        own, counts = self.choices[index], self.choices
+        own.told, own.told_reasoning = own.tokens, own.reasoning
+        return self._usage(sum(c.told for c in counts), sum(c.told_reasoning for c in counts))
+
+    def _usage(self, num_tokens: int, num_reasoning: int) -> Usage:
+        return Usage(
+            prompt_tokens=self.num_prompt,
+            completion_tokens=num_tokens,
+            total_tokens=self.num_prompt + num_tokens,
+            prompt_tokens_details=PromptDetails(self.num_cached or 0),
+            completion_tokens_details=CompletionDetails(num_reasoning),
+        )
+
+
 class ChunkWriter:
     """Writer of server-sent events, which it appends to `out`."""
 
@@ -50,18 +93,25 @@ class ChunkWriter:
         index: int,
         out: list[bytes],
         *,
+        tally: Tally | None = None,
         reasoning_content: bool = False,
     ) -> None:
-        """`head` is a result of `chunk_head`."""
+        """`head` is a result of `chunk_head`. With a `tally`, each chunk carries the usage."""
         self.num_calls = 0
+        self._index = index
+        self._tally = tally
+        self._delta: dict[str, Any] = {}  # of the current step, if chunks carry the usage
+        self._details = Details()  # of the same events
         self._reasoning_content = reasoning_content
         self._out = out
         self._head = b'%b{"index":%d,"delta":' % (head, index)
         self._tail = b'},"logprobs":null,"finish_reason":null}]}\n\n'
         # Beginnings of chunks that carry only text, by event.
-        self._heads: dict[type[Event], bytes] = {Text: self._head + b'{"content":'}
-        if not reasoning_content:
-            self._heads[Reasoning] = self._head + b'{"reasoning":'
+        self._heads: dict[type[Event], bytes] = {}
+        if tally is None:
+            self._heads[Text] = self._head + b'{"content":'
+            if not reasoning_content:
+                self._heads[Reasoning] = self._head + b'{"reasoning":'
 
     def begin(self, prompt_ids: list[int]) -> None:
         fields = b',"prompt_token_ids":' + _encode(prompt_ids) if prompt_ids else b""
@@ -71,6 +121,9 @@ class ChunkWriter:
         if details is None and (head := self._heads.get(type(event))):  # nearly every chunk
             text = event.text  # type: ignore[union-attr]  # no other event has a head
             self._out.append(head + _encode(text) + self._tail)
+            return
+        if self._tally is not None:
+            self._gather(event, details)
             return
         if isinstance(event, Text):
             delta = b'{"content":%b}' % _encode(event.text)
@@ -88,10 +141,41 @@ class ChunkWriter:
         self._chunk(delta, details)
 
     def flush(self) -> None:
-        """Do nothing: events are written at once. `CountedWriter` overrides this."""
+        """Write the events that wait for the end of the step."""
+        if self._delta:
+            self._put(b"null")
 
     def end(self, reason: str, details: Details | None) -> None:
-        self._chunk(b"{}", details, _encode(reason))
+        if self._tally is None:
+            self._chunk(b"{}", details, _encode(reason))
+            return
+        self._details.add(details)
+        self._put(_encode(reason))
+
+    def _gather(self, event: Event, details: Details | None) -> None:
+        """Add an event to the chunk of this step."""
+        self._details.add(details)
+        delta = self._delta
+        if isinstance(event, CallStart):
+            call = Call(new_call_id(), Function(event.name, ""), self.num_calls)
+            delta.setdefault("tool_calls", []).append(msgspec.to_builtins(call))
+            self.num_calls += 1
+        elif isinstance(event, CallPart):
+            calls = delta.setdefault("tool_calls", [])
+            if not calls:  # continues a call of an earlier step
+                calls.append({"index": self.num_calls - 1, "function": {"arguments": ""}})
+            calls[-1]["function"]["arguments"] += event.text
+        else:
+            names = ["content"] if isinstance(event, Text) else ["reasoning"]
+            if names == ["reasoning"] and self._reasoning_content:
+                names.append("reasoning_content")
+            for name in names:
+                delta[name] = delta.get(name, "") + event.text
+
+    def _put(self, reason: bytes) -> None:
+        self._chunk(_encode(self._delta), self._details, reason)
+        self._delta = {}
+        self._details = Details()
 
     def _chunk(
         self,
@@ -108,11 +192,9 @@ class ChunkWriter:
             if details.token_ids:
                 ids = b',"token_ids":' + _encode(details.token_ids)
         choice = b'%b,"logprobs":%b,"finish_reason":%b%b}]' % (delta, logprobs, reason, ids)
-        self._out.append(self._head + choice + fields + self._counted() + b"}\n\n")
-
-    def _counted(self) -> bytes:
-        """Return the usage fields of a chunk. `CountedWriter` overrides this."""
-        return b""
+        if self._tally is not None:
+            fields += b',"usage":' + _encode(self._tally.usage_with(self._index))
+        self._out.append(self._head + choice + fields + b"}\n\n")
 
 
 class WholeWriter:
@@ -128,8 +210,6 @@ class WholeWriter:
         self._reason = ""
 
     def begin(self, prompt_ids: list[int]) -> None: ...
-
-    def flush(self) -> None: ...
 
     def write(self, event: Event, details: Details | None) -> None:
         self._details.add(details)

@@ -42,8 +42,8 @@ from nanovllm.server.orders import with_grammar
 from nanovllm.server.page_files import Handler
 from nanovllm.server.protocol import REQUEST_ID, ChatRequest
 from nanovllm.server.refusals import RefusalLog
-from nanovllm.server.reply import CLIENT_LEFT, Reply
 from nanovllm.server.served import Served
+from nanovllm.server.stream import CLIENT_LEFT, Stream
 from nanovllm.server.template import Prompt
 
 log = logging.getLogger("server")
@@ -73,8 +73,8 @@ class App:
         self.access = access
         self.refusals = RefusalLog()
         self.is_draining = False  # new requests are refused, and /health answers 503
-        self._replies: set[Reply] = set()
-        self._preparing: set[asyncio.Task[Any]] = set()  # requests without a `Reply` yet
+        self._streams: set[Stream] = set()
+        self._preparing: set[asyncio.Task[Any]] = set()  # requests without a `Stream` yet
         self._engines = engines
         self._served = served
         self._max_body_bytes = config.max_body_bytes
@@ -94,7 +94,7 @@ class App:
     @property
     def is_idle(self) -> bool:
         """True if no request is open, including those whose body is still being read."""
-        return not (self._replies or self._preparing)
+        return not (self._streams or self._preparing)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         named = (header(scope, b"x-request-id") or b"").decode("latin-1")
@@ -118,13 +118,13 @@ class App:
     @property
     def num_open(self) -> int:
         """Number of requests whose answer is not complete."""
-        return sum(not reply.is_over for reply in self._replies) + len(self._preparing)
+        return sum(not stream.is_over for stream in self._streams) + len(self._preparing)
 
     def end_all(self) -> int:
         """Answer all open requests with 503 and return their number."""
         num_cut = self.num_open
-        for reply in list(self._replies):
-            reply.fail(shutting_down())
+        for stream in list(self._streams):
+            stream.fail(shutting_down())
         for task in self._preparing:
             task.cancel()
         return num_cut
@@ -200,16 +200,27 @@ class App:
             self._preparing.discard(task)
         request_id = request.request_id or request_id
         route = self._engines.route(request, prompt)
-        reply = Reply(route.client, route.metrics, request_id, writer, quiet_s=QUIET_S, begun=begun)
-        reply.open(request, prompt, self._served, seed=secrets.randbits(63))
-        self._replies.add(reply)
+        stream = Stream(
+            request,
+            prompt,
+            self._served,
+            route.client,
+            writer=writer,
+            metrics=route.metrics,
+            request_id=request_id,
+            seed=secrets.randbits(63),
+            quiet_s=QUIET_S,
+            begun=begun,
+        )
+        stream.open()
+        self._streams.add(stream)
         route.sent()
         try:
-            await reply.run(receive)
+            await stream.run(receive)
         finally:
-            self._replies.discard(reply)
-            route.done(reply.session)
-            log.info("request %s", reply.summary)
+            self._streams.discard(stream)
+            route.done(stream)
+            log.info("request %s", stream.summary)
 
     async def _prepared(self, scope: Scope, receive: Receive) -> tuple[ChatRequest, Prompt]:
         """Read and check the body. Return the request and its prompt, with the grammar if there is

@@ -26,7 +26,6 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, cast
@@ -68,10 +67,17 @@ class Flow(FlowControl):
 class Outlet:
     """Transport for responses. `close` waits until the request has been read."""
 
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write = transport.write
-        self.is_closing = transport.is_closing
-        self.close = close
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def write(self, data: bytes) -> None:
+        self._connection.transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._connection.transport.is_closing()
+
+    def close(self) -> None:
+        self._connection.close_when_read()
 
 
 class Connection(HttpToolsProtocol):
@@ -110,7 +116,7 @@ class Connection(HttpToolsProtocol):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, KERNEL_UNSENT_BYTES)
         super().connection_made(transport)
         self.flow = Flow(transport, self.pipeline)
-        self._outlet = Outlet(transport, self._close_when_read)
+        self._outlet = Outlet(self)
         self._allow(self._settings.header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -319,7 +325,7 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()
             self._linger()
 
-    def _close_when_read(self) -> None:
+    def close_when_read(self) -> None:
         """Close after the final response, or half-close if the client may still be sending."""
         if self.transport.is_closing():
             return

@@ -16,11 +16,11 @@ from msgspec.structs import replace
 from nanovllm.config import Recipe
 from nanovllm.ipc.client import EngineClient, EngineLostError
 from nanovllm.log import fields
-from nanovllm.server.chat import ChatSession
 from nanovllm.server.errors import ApiError
 from nanovllm.server.metrics import Metrics, Seen
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.router import RequestRouter, Routed
+from nanovllm.server.stream import Stream
 from nanovllm.server.template import Prompt
 from nanovllm.wire import Ready
 
@@ -40,7 +40,7 @@ class Route:
     def sent(self) -> None:
         """Record that the engine has the request."""
 
-    def done(self, session: ChatSession) -> None:
+    def done(self, stream: Stream) -> None:
         """Record that the request is over."""
 
 
@@ -57,8 +57,8 @@ class ChosenRoute(Route):
     def sent(self) -> None:
         self._router.sent(self._routed)
 
-    def done(self, session: ChatSession) -> None:
-        self._router.done(self._routed, session.num_cached if session.is_started else None)
+    def done(self, stream: Stream) -> None:
+        self._router.done(self._routed, stream.tally.num_cached)
 
 
 class Engines:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from msgspec import structs
 
@@ -30,13 +30,11 @@ def with_grammar(request: ChatRequest, prompt: Prompt, served: Served) -> Prompt
 
 
 def generates(
-    request: ChatRequest,
-    prompt: Prompt,
-    served: Served,
-    seed: int,
-    new_id: Callable[[], int],
+    request: ChatRequest, prompt: Prompt, served: Served, *, seed: int, ids: Sequence[int]
 ) -> list[Generate]:
-    """Return one engine request per choice. Raise ApiError if the prompt does not fit."""
+    """Return one engine request per choice, with these ids. Raise ApiError if the prompt does not
+    fit.
+    """
     num_prompt = len(prompt.ids)
     context = served.max_model_tokens
     if num_prompt >= context:
@@ -58,7 +56,7 @@ def generates(
     packed = array("i", prompt.ids).tobytes()
     return [
         Generate(
-            request_id=new_id(),
+            request_id=request_id,
             prompt=packed,
             max_new=max_new,
             stop_ids=sorted(stop_ids),
@@ -67,7 +65,7 @@ def generates(
             salt=request.cache_salt or "",
             grammar=prompt.grammar,
         )
-        for index in range(request.n or 1)
+        for index, request_id in enumerate(ids)
     ]
 
 

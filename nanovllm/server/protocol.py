@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -77,7 +78,7 @@ class StreamOptions(Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class ChatRequest(Unsupported, frozen=True, kw_only=True):
+class ChatRequest(Unsupported, frozen=True, kw_only=True, dict=True):
     messages: list[ChatMessage]
     model: str | None = None
     max_tokens: int | None = None
@@ -137,7 +138,7 @@ class ChatRequest(Unsupported, frozen=True, kw_only=True):
         schemas = {function["name"]: function.get("parameters") for function in functions}
         return None if self.choice_of_tools.mode == "none" else schemas
 
-    @property
+    @cached_property
     def choice_of_tools(self) -> ToolChoice:
         """The validated `tool_choice`. Raise ApiError."""
         names = [tool["function"]["name"] for tool in self.tools or ()]

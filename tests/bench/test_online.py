@@ -283,7 +283,7 @@ class PaperEngine:
     def new_id(self) -> int:
         return len(self.requests)
 
-    def submit(self, request: Generate, sink: offline.Stopwatch) -> None:
+    def submit(self, request: Generate, sink: offline.Stopwatch, stream: offline.Stopwatch) -> None:
         self.requests.append(request)
         asyncio.get_running_loop().call_later(0.002, self.answer, request, sink)
 

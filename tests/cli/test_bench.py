@@ -118,9 +118,9 @@ class Stuck(PaperEngine):
         super().__init__()
         self.is_gone = is_gone
 
-    def submit(self, request: Generate, sink: offline.Stopwatch) -> None:
+    def submit(self, request: Generate, sink: offline.Stopwatch, stream: offline.Stopwatch) -> None:
         if len(self.requests) < 2:
-            super().submit(request, sink)
+            super().submit(request, sink, stream)
         elif self.is_gone:
             raise EngineLostError
 

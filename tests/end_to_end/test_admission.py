@@ -23,8 +23,6 @@ from nanovllm.plan import Admit
 from nanovllm.sampling import PROCESSORS
 from nanovllm.server.errors import ApiError
 from nanovllm.server.metrics import Metrics
-from nanovllm.server.protocol import ChatRequest
-from nanovllm.server.reply import Reply
 from nanovllm.server.served import Served
 from nanovllm.wire import (
     Abort,
@@ -38,7 +36,7 @@ from nanovllm.wire import (
 )
 from tests.paper.engine import PaperEngine, generate
 from tests.paper.gpu import solo_run
-from tests.server import test_reply
+from tests.server import test_stream
 from tests.server.fake_engine import READY
 from tests.whole_engine import WholeEngine
 
@@ -183,15 +181,15 @@ def test_a_request_that_cannot_be_sent_leaves_no_sink() -> None:
         client, wire = connected()
         broken, whole = Sink(), Sink()
         with pytest.raises(OverflowError):
-            client.submit(order(1, top_k=2**70), broken)
-        client.submit(order(2), whole)
+            client.submit(order(1, top_k=2**70), broken, broken)
+        client.submit(order(2), whole, whole)
         assert [message.request_id for message in wire.sent] == [2]
         client._received([StepOutput(ids=array("q", [1, 2]).tobytes(), tokens=bytes(8))])
         client._lost()
         assert broken.heard == []
         assert whole.heard == ["1 tokens", "flush", "lost", "flush"]
         with pytest.raises(EngineLostError):
-            client.submit(order(3), broken)
+            client.submit(order(3), broken, broken)
         assert broken.heard == []
 
     asyncio.run(main())
@@ -201,8 +199,8 @@ def test_a_sink_that_cannot_write_is_told_and_holds_up_nobody(caplog) -> None:
     async def main() -> None:
         client, _ = connected()
         broken, whole = Sink(breaks=True), Sink()
-        client.submit(order(1), broken)
-        client.submit(order(2), whole)
+        client.submit(order(1), broken, broken)
+        client.submit(order(2), whole, whole)
         client._received([StepOutput(ids=array("q", [1, 2]).tobytes(), tokens=bytes(8))])
         assert broken.heard == ["1 tokens", "lost", "flush"]
         assert whole.heard == ["1 tokens", "flush"]
@@ -216,22 +214,20 @@ def served() -> Served:
     return Served(load_config(None), READY)
 
 
-class FullEngine(test_reply.Engine):
+class FullEngine(test_stream.Engine):
     """An engine client that accepts two requests and refuses the third."""
 
-    def submit(self, message: Generate, sink: Any) -> None:
+    def submit(self, message: Generate, sink: Any, stream: Any) -> None:
         if len(self.sinks) == 2:
             raise OverflowError("too large")
-        super().submit(message, sink)
+        super().submit(message, sink, stream)
 
 
 def test_a_choice_that_cannot_be_sent_takes_the_others_along(served) -> None:
     engine, metrics = FullEngine(), Metrics()
-    reply = Reply(engine, metrics, "id", test_reply.Client().writer(), quiet_s=1)
-    raw = {"messages": [{"role": "user", "content": "hi"}], "n": 4, "stream": True}
-    request = msgspec.convert(raw, ChatRequest)
+    stream = test_stream.made(engine, test_stream.Client(), metrics, served, n=4, stream=True)
     with pytest.raises(OverflowError):
-        reply.open(request, served.template.prompt(request), served, seed=1)
+        stream.open()
     assert set(engine.sinks) == {1, 2} <= set(engine.aborted)
     assert not metrics.params_n.total  # it never started
 
@@ -239,10 +235,10 @@ def test_a_choice_that_cannot_be_sent_takes_the_others_along(served) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_refused_admission_is_a_500(served, stream) -> None:
     async def main() -> None:
-        engine, peer, reply, metrics = test_reply.opened(served, stream=stream, n=2)
+        engine, peer, reply, metrics = test_stream.opened(served, stream=stream, n=2)
         for _ in range(2):  # the second choice is refused, too
             engine.sinks[2].refused(Refusal(2, RefusalKind.FAILED, "its log says why"))
-            engine.sinks[2].flush()
+            reply.flush()
         reply.fail(ApiError(503, "the server is shutting down", code="shutting_down"))
         check_failed(peer, "admission_failed", "its log says why")
         assert engine.aborted == [1, 2] and reply.is_over
@@ -254,11 +250,10 @@ def test_a_refused_admission_is_a_500(served, stream) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_corrupted_choice_ends_its_request(served, stream) -> None:
     async def main() -> None:
-        engine, peer, reply, metrics = test_reply.opened(served, stream=stream, n=3)
+        engine, peer, reply, metrics = test_stream.opened(served, stream=stream, n=3)
         engine.sinks[1].finish(Finish(1, FinishReason.LENGTH))
         engine.sinks[2].finish(Finish(2, FinishReason.ERROR))
-        for sink in engine.sinks.values():
-            sink.flush()
+        reply.flush()
         text = "the model produced NaN or infinite logits; this answer is invalid"
         check_failed(peer, "corrupted_output", text)
         assert engine.aborted == [3] and reply.is_over
@@ -269,7 +264,7 @@ def test_one_corrupted_choice_ends_its_request(served, stream) -> None:
     asyncio.run(main())
 
 
-def check_failed(peer: test_reply.Client, code: str, message: str) -> None:
+def check_failed(peer: test_stream.Client, code: str, message: str) -> None:
     """Check that there was one response only, sent before any part of an answer."""
     assert (peer.status, peer.num_writes, peer.is_complete) == (500, 1, True)
     error = json.loads(peer.text)["error"]

@@ -9,9 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from nanovllm.config import load_config
-from nanovllm.server.chat import ChatSession
 from nanovllm.server.errors import ApiError
-from nanovllm.server.orders import with_grammar
+from nanovllm.server.orders import generates, with_grammar
 from nanovllm.server.served import Served
 from tests.server.fake_engine import READY
 from tests.server.tiny_tokenizer import tiny_tokenizer, write_folder
@@ -37,18 +36,7 @@ def refused(model: Served, text: str = "x", **fields: object) -> ApiError:
     with pytest.raises(ApiError) as caught:
         request = model.request(msgspec.json.encode(body))
         prompt = with_grammar(request, model.template.prompt(request), model)
-        ids = iter(range(100))
-        ChatSession(
-            request,
-            prompt,
-            model,
-            response_id="r",
-            created=1,
-            seed=1,
-            new_id=lambda: next(ids),
-            abort=lambda _: None,
-            update=lambda: None,
-        )
+        generates(request, prompt, model, seed=1, ids=[1])
     assert caught.value.status == 400
     return caught.value
 

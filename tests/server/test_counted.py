@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, strategies as st
 
 from nanovllm.wire import Finish, FinishReason, TokenLogprobs
-from tests.server.test_chat import (
+from tests.server.test_choice import (
     END,
     TOKENIZER,
     TOOL,
-    ChatSession,
+    Made,
     answered,
     chunks_of,
     fragments,
@@ -28,11 +27,11 @@ COUNTED = {
 }
 
 
-def counts_of(session: ChatSession) -> list[int]:
+def counts_of(session: Made) -> list[int]:
     return [chunk["usage"]["completion_tokens"] for chunk in chunks_of(session)]
 
 
-def fed(session: ChatSession, steps: list[list[list[int]]], reason=FinishReason.LENGTH) -> None:
+def fed(session: Made, steps: list[list[list[int]]], reason=FinishReason.LENGTH) -> None:
     """Feed each step's tokens to the choices. The last step ends all, the last choice first."""
     for step in steps:
         for choice, ids in zip(session.choices, step, strict=True):
@@ -42,11 +41,10 @@ def fed(session: ChatSession, steps: list[list[list[int]]], reason=FinishReason.
             for choice in reversed(session.choices):
                 if not choice.reason:
                     choice.finish(Finish(choice.message.request_id, reason))
-        for choice in session.choices:
-            choice.flush()
+        session.flush()
 
 
-def check(session: ChatSession) -> None:
+def check(session: Made) -> None:
     *counts, total = counts_of(session)
     assert counts[0] == 0 and counts[-1] == total == session.num_tokens
     assert all(a < b for a, b in pairwise(counts)), counts
@@ -88,16 +86,18 @@ def test_what_it_says_is_what_other_streams_say(text, options, data) -> None:
     for at, group in enumerate(groups):
         if options.get("logprobs"):
             for token_id in group:
-                choice.logprobs(TokenLogprobs(100, token_id, -1.0, [], []))
+                choice.logprobs(TokenLogprobs(1, token_id, -1.0, [], []))
         if not choice.reason:
             choice.tokens(group)
         if at == len(groups) - 1 and not choice.reason:
-            choice.finish(Finish(100, FinishReason.STOP))
-        choice.flush()
+            choice.finish(Finish(1, FinishReason.STOP))
+        session.flush()
     check(session)
-    session.out = [event for event in session.out if b'"choices":[]' not in event]
+    session.peer.text = "".join(
+        f"{event}\n\n" for event in session.text.split("\n\n") if '"choices":[]' not in event
+    )
     assert message_of(session) == message_of(usual)
-    assert session.usage() == usual.usage()
+    assert session.tally.usage() == usual.tally.usage()
 
 
 def test_the_choices_of_a_request_count_together() -> None:
@@ -127,10 +127,10 @@ def test_tokens_can_be_named_by_their_ids() -> None:
     session = opened(logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True)
     (choice,) = session.choices
     half = TOKENIZER.encode("\N{SNOWMAN}").ids[0]
-    choice.logprobs(TokenLogprobs(100, half, -1.0, [7], [-0.5]))
+    choice.logprobs(TokenLogprobs(1, half, -1.0, [7], [-0.5]))
     choice.tokens([half])
-    choice.finish(Finish(100, FinishReason.LENGTH))
-    (entry,) = json.loads(session.body())["choices"][0]["logprobs"]["content"]
+    choice.finish(Finish(1, FinishReason.LENGTH))
+    (entry,) = session.body["choices"][0]["logprobs"]["content"]
     assert entry["token"] == f"token_id:{half}"
     assert entry["top_logprobs"][0]["token"] == "token_id:7"
     assert entry["bytes"] == list("\N{SNOWMAN}".encode())[: len(entry["bytes"])] != []

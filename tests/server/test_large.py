@@ -35,7 +35,7 @@ from nanovllm.server.length import EXACT_CHARS, Lengths, longest_token
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.served import Served
 from tests.server.serving import JSON, Api, body, content, eventually, parsed_events, serving
-from tests.server.test_chat import ENGINE
+from tests.server.test_choice import ENGINE
 
 CHAT = "/v1/chat/completions"
 DEMO_TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))

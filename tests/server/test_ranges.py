@@ -78,7 +78,7 @@ def ordered(fields: dict[str, str], *, raise_priority: bool = False) -> list[Gen
         vocab_size=VOCAB,
         allowed=ranges(CONTEXT, raise_priority=raise_priority),
     )
-    made = generates(request, PROMPT, SERVED, 7, iter(range(100)).__next__)
+    made = generates(request, PROMPT, SERVED, seed=7, ids=range(request.n or 1))
     return [
         msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Generate) for message in made
     ]

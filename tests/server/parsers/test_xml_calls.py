@@ -13,7 +13,7 @@ from nanovllm.server.parsers.base import CallPart, CallStart, Event, Reasoning, 
 from nanovllm.server.parsers.machine import OutputParser
 from nanovllm.server.served import Served
 from tests.server.parsers.generated_outputs import family_of, json_or_none, marks_of
-from tests.server.test_chat import END, ENGINE, TOKENIZER, answered, message_of
+from tests.server.test_choice import END, ENGINE, TOKENIZER, answered, message_of
 
 WEATHER = {
     "type": "object",

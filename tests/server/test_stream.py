@@ -1,4 +1,4 @@
-"""Times at which a reply writes: headers late, comments while quiet, and no data lost."""
+"""Times at which a stream writes: headers late, comments while quiet, and no data lost."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from nanovllm.config import load_config
 from nanovllm.server.asgi import EXTENSION, Writer, start
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.protocol import ChatRequest
-from nanovllm.server.reply import Reply
 from nanovllm.server.served import Served
+from nanovllm.server.stream import Stream
 from nanovllm.wire import Finish, FinishReason, Generate, Refusal, RefusalKind
 from tests.server.fake_engine import READY
 
@@ -90,7 +90,7 @@ def test_what_goes_wrong_with_a_write_reaches_the_caller() -> None:
 
 
 class Engine:
-    """The part of EngineClient that a reply uses."""
+    """The part of EngineClient that a stream uses."""
 
     def __init__(self) -> None:
         self.step_time = 0.0
@@ -103,7 +103,7 @@ class Engine:
         self.num_ids += 1
         return self.num_ids
 
-    def submit(self, message: Generate, sink: Any) -> None:
+    def submit(self, message: Generate, sink: Any, stream: Stream) -> None:
         self.sinks[message.request_id] = sink
 
 
@@ -112,29 +112,43 @@ def served() -> Served:
     return Served(load_config(None), READY)
 
 
-def opened(served, **fields: object) -> tuple[Engine, Client, Reply, Metrics]:
-    engine, client, metrics = Engine(), Client(), Metrics()
-    reply = Reply(engine, metrics, "id", client.writer(), quiet_s=0.05)
+def made(engine: Engine, client: Client, metrics: Metrics, served: Served, **fields) -> Stream:
     message = {"role": "user", "content": "hi"}
     request = msgspec.convert({"messages": [message], **fields}, ChatRequest)
-    reply.open(request, served.template.prompt(request), served, seed=1)
-    return engine, client, reply, metrics
+    return Stream(
+        request,
+        served.template.prompt(request),
+        served,
+        engine,
+        writer=client.writer(),
+        metrics=metrics,
+        request_id="id",
+        seed=1,
+        quiet_s=0.05,
+    )
+
+
+def opened(served, **fields: object) -> tuple[Engine, Client, Stream, Metrics]:
+    engine, client, metrics = Engine(), Client(), Metrics()
+    stream = made(engine, client, metrics, served, **fields)
+    stream.open()
+    return engine, client, stream, metrics
 
 
 def test_a_stream_that_waits_gets_comments_then_its_events(served) -> None:
     async def main() -> None:
-        engine, client, reply, _ = opened(served, stream=True)
+        engine, client, stream, _ = opened(served, stream=True)
         assert client.status == 0
         await asyncio.sleep(0.13)
         assert (client.status, client.text) == (200, ": keep-alive\n\n" * 2)
         sink = engine.sinks[1]
         sink.tokens(served.template.tokenizer.encode("hello").ids)
         sink.finish(Finish(1, FinishReason.LENGTH))
-        sink.flush()
-        assert client.text.endswith("data: [DONE]\n\n") and client.is_complete and reply.is_over
+        stream.flush()
+        assert client.text.endswith("data: [DONE]\n\n") and client.is_complete and stream.is_over
         text = client.text
         await asyncio.sleep(0.1)
-        sink.flush()
+        stream.flush()
         assert client.text == text
 
     asyncio.run(main())
@@ -142,11 +156,11 @@ def test_a_stream_that_waits_gets_comments_then_its_events(served) -> None:
 
 def test_a_stream_with_events_gets_no_comments(served) -> None:
     async def main() -> None:
-        engine, client, _, _ = opened(served, stream=True)
+        engine, client, stream, _ = opened(served, stream=True)
         for _ in range(6):
             await asyncio.sleep(0.02)
             engine.sinks[1].tokens(served.template.tokenizer.encode("a").ids)
-            engine.sinks[1].flush()
+            stream.flush()
         assert client.text.count("data: ") == 7 and "keep-alive" not in client.text
 
     asyncio.run(main())
@@ -154,10 +168,10 @@ def test_a_stream_with_events_gets_no_comments(served) -> None:
 
 def test_a_refusal_after_a_comment_is_an_event(served) -> None:
     async def main() -> None:
-        engine, client, _, metrics = opened(served, stream=True, n=2)
+        engine, client, stream, metrics = opened(served, stream=True, n=2)
         await asyncio.sleep(0.07)
         engine.sinks[1].refused(Refusal(1, RefusalKind.QUEUE_FULL, "full"))
-        engine.sinks[1].flush()
+        stream.flush()
         assert client.status == 200 and client.is_complete
         assert '"code":"queue_full"' in client.text and client.text.endswith("data: [DONE]\n\n")
         assert 2 in engine.aborted
@@ -168,12 +182,11 @@ def test_a_refusal_after_a_comment_is_an_event(served) -> None:
 
 def test_one_write_a_step_however_many_choices_and_tokens(served) -> None:
     async def main() -> None:
-        engine, client, _, _ = opened(served, stream=True, n=3)
+        engine, client, stream, _ = opened(served, stream=True, n=3)
         for num_steps in (1, 2):
             for sink in engine.sinks.values():
                 sink.tokens(served.template.tokenizer.encode("a b").ids)
-            for sink in engine.sinks.values():
-                sink.flush()
+            stream.flush()
             assert client.num_writes == num_steps
         assert client.text.count("data: ") == 3 + 2 * 3
 
@@ -184,13 +197,13 @@ def test_tokens_of_one_step_share_the_time_since_the_step_before(served) -> None
     """Each token after the first step's is one observation."""
 
     async def main() -> None:
-        engine, _, reply, metrics = opened(served)
+        engine, _, stream, metrics = opened(served)
         sink = engine.sinks[1]
         (token,) = served.template.tokenizer.encode("a").ids
         for when, num_tokens in ((1.0, 1), (2.17, 3), (2.35, 1)):
-            engine.step_time = reply.begun + when
+            engine.step_time = stream.begun + when
             sink.tokens([token] * num_tokens)
-            sink.flush()
+            stream.flush()
         found = metrics.inter_token_s
         assert (sum(found.counts), found.total) == (4, pytest.approx(1.35))
         assert found.counts[bisect_left(found.bounds, 0.39)] == 3  # 1.17 s for three of them
@@ -201,14 +214,13 @@ def test_tokens_of_one_step_share_the_time_since_the_step_before(served) -> None
 
 def test_choices_run_side_by_side(served) -> None:
     async def main() -> None:
-        engine, _, reply, metrics = opened(served, n=3)
+        engine, _, stream, metrics = opened(served, n=3)
         (token,) = served.template.tokenizer.encode("a").ids
         for when in (1.0, 1.45):
-            engine.step_time = reply.begun + when
+            engine.step_time = stream.begun + when
             for sink in engine.sinks.values():
                 sink.tokens([token])
-            for sink in engine.sinks.values():
-                sink.flush()
+            stream.flush()
         found = metrics.inter_token_s
         assert (sum(found.counts), found.total) == (3, pytest.approx(3 * 0.45))
 
@@ -217,7 +229,7 @@ def test_choices_run_side_by_side(served) -> None:
 
 def test_the_clock_starts_and_stops_where_it_should(served) -> None:
     async def main() -> None:
-        engine, client, reply, metrics = opened(served)
+        engine, client, stream, metrics = opened(served)
         sink = engine.sinks[1]
         (token,) = served.template.tokenizer.encode("a").ids
         for when, call in (
@@ -226,9 +238,9 @@ def test_the_clock_starts_and_stops_where_it_should(served) -> None:
             (3.5, lambda: sink.tokens([token])),
             (4.5, lambda: (sink.tokens([token]), sink.finish(Finish(1, FinishReason.LENGTH)))),
         ):
-            engine.step_time = reply.begun + when
+            engine.step_time = stream.begun + when
             call()
-            sink.flush()
+            stream.flush()
         assert client.status == 200 and client.is_complete
         got = {h.name: h.total for h in metrics.histograms() if sum(h.counts)}
         expected = {

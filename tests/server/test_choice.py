@@ -1,4 +1,4 @@
-"""A session's answer does not depend on the grouping of its tokens, streamed or not."""
+"""An answer does not depend on the grouping of its tokens, streamed or not."""
 
 from __future__ import annotations
 
@@ -10,56 +10,75 @@ from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
 from nanovllm.config import load_config
-from nanovllm.server.chat import ChatSession
 from nanovllm.server.errors import ApiError
+from nanovllm.server.metrics import Metrics
 from nanovllm.server.orders import wrapped
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.served import Served
+from nanovllm.server.stream import Stream
 from nanovllm.server.template import Prompt
 from nanovllm.wire import Finish, FinishReason, TokenLogprobs
 from tests.server.fake_engine import READY
 from tests.server.serving import parsed_events
+from tests.server.test_stream import Client, Engine
 
 CONTEXT = 400
 ENGINE = replace(READY, max_model_tokens=CONTEXT)
 SERVED = Served(load_config(None), ENGINE)
 TOKENIZER = SERVED.template.tokenizer
 END = TOKENIZER.token_to_id("<|im_end|>")
+METRICS = Metrics()
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
-def opened(turn="", num_prompt=5, served=SERVED, **fields) -> ChatSession:
+class Made(Stream):
+    """A stream with a client and an engine of its own. The choices have the ids from 1 on."""
+
+    def __init__(self, request: ChatRequest, prompt: Prompt, served: Served) -> None:
+        self.engine, self.peer = Engine(), Client()
+        super().__init__(
+            request,
+            prompt,
+            served,
+            self.engine,
+            writer=self.peer.writer(),
+            metrics=METRICS,
+            request_id="r",
+            seed=7,
+            quiet_s=1,
+        )
+        self.request = request
+
+    @property
+    def text(self) -> str:
+        self.flush()
+        return self.peer.text
+
+    @property
+    def body(self) -> dict:
+        return json.loads(self.text)
+
+
+def opened(turn="", num_prompt=5, served=SERVED, **fields) -> Made:
     raw = {"messages": [{"role": "user", "content": "x"}], **fields}
-    ids = iter(range(100, 200))
-    aborted: list[int] = []
-    session = ChatSession(
-        msgspec.convert(raw, ChatRequest),
-        Prompt([1] * num_prompt, turn),
-        served,
-        response_id="r",
-        created=1,
-        seed=7,
-        new_id=lambda: next(ids),
-        abort=aborted.append,
-        update=lambda: None,
-    )
-    session.aborted = aborted
-    return session
+    return Made(msgspec.convert(raw, ChatRequest), Prompt([1] * num_prompt, turn), served)
 
 
-def answered(steps, *, reason=FinishReason.STOP, **fields) -> ChatSession:
-    """Return a session whose only choice received these token ids, one list per step."""
+def answered(steps, *, reason=FinishReason.STOP, **fields) -> Made:
+    """Return a stream whose only choice received these token ids, one list per step."""
     session = opened(**fields)
     (choice,) = session.choices
     for ids in steps:
-        if session.aborted:
+        if session.engine.aborted:
             return session
         if session.request.logprobs:
             for token_id in ids:
-                choice.logprobs(TokenLogprobs(100, token_id, -1.0, [], []))
+                choice.logprobs(TokenLogprobs(1, token_id, -1.0, [], []))
         choice.tokens(ids)
-    if not session.aborted:
-        choice.finish(Finish(100, reason))
+        session.flush()
+    if not session.engine.aborted:
+        choice.finish(Finish(1, reason))
+        session.flush()
     return session
 
 
@@ -70,16 +89,16 @@ def test_an_answer_that_the_engine_gave_up_is_a_500(stream) -> None:
     assert "the engine failed while computing this answer" in session.failure.message
 
 
-def message_of(session: ChatSession) -> dict[str, object]:
+def message_of(session: Made) -> dict[str, object]:
     """Return the message, in the same form for a whole answer and for a joined stream."""
     if not session.request.stream:
-        (choice,) = json.loads(session.body())["choices"]
+        (choice,) = session.body["choices"]
         message = choice["message"]
         calls = [call["function"] for call in message.get("tool_calls", [])]
         found = (message["content"] or "", message.get("reasoning", ""), calls)
         listed = choice["logprobs"]
         return (*found, choice["finish_reason"], len(listed["content"]) if listed else 0)
-    *events, done = parsed_events(b"".join(session.out).decode())
+    *events, done = parsed_events(session.text)
     assert done == "[DONE]"
     choices = [event["choices"][0] for event in events]
     deltas = [choice["delta"] for choice in choices]
@@ -136,8 +155,8 @@ def test_grouping_and_streaming_change_nothing(text, options, data) -> None:
     )
     assert message_of(grouped) == whole
     assert grouped.usage() == by_token.usage()
-    assert grouped.aborted == by_token.aborted
-    if not by_token.aborted:
+    assert grouped.aborted == by_token.engine.aborted
+    if not by_token.engine.aborted:
         assert by_token.num_tokens == len(ids) + 1
     if options.get("logprobs") and options.get("include_reasoning") is not False:
         assert whole[4] == by_token.num_tokens
@@ -147,7 +166,7 @@ def test_reasoning_tokens_are_those_fed_inside_a_thought() -> None:
     ids = TOKENIZER.encode("<think>hm</think>yes").ids
     session = answered([[token_id] for token_id in [*ids, END]])
     inside = ids[1 : ids.index(TOKENIZER.token_to_id("</think>")) + 1]
-    assert session.usage().completion_tokens_details.reasoning_tokens == len(inside)
+    assert session.tally.usage().completion_tokens_details.reasoning_tokens == len(inside)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -166,7 +185,7 @@ def test_cached_tokens_are_those_of_the_choice_that_started_first() -> None:
     session.choices[0].started(16)
     session.choices[1].started(0)
     session.choices[1].started(32)
-    assert session.usage().prompt_tokens_details.cached_tokens == 16
+    assert session.tally.usage().prompt_tokens_details.cached_tokens == 16
 
 
 def test_stop_strings_count_only_after_min_tokens() -> None:
@@ -235,10 +254,10 @@ def test_forbidden_tokens_have_a_finite_logprob() -> None:
     session = opened(logprobs=True, top_logprobs=1)
     (choice,) = session.choices
     infinite = float("-inf")
-    choice.logprobs(TokenLogprobs(100, 9, infinite, [9], [infinite]))
+    choice.logprobs(TokenLogprobs(1, 9, infinite, [9], [infinite]))
     choice.tokens([9])
-    choice.finish(Finish(100, FinishReason.LENGTH))
-    (entry,) = json.loads(session.body())["choices"][0]["logprobs"]["content"]
+    choice.finish(Finish(1, FinishReason.LENGTH))
+    (entry,) = session.body["choices"][0]["logprobs"]["content"]
     assert entry["logprob"] == entry["top_logprobs"][0]["logprob"] == -9999.0
 
 
@@ -252,8 +271,8 @@ def test_reasoning_can_be_left_out_with_its_logprobs_and_ids(stream) -> None:
         assert found[:2] == ("yes", "")
         tail = ids[ids.index(TOKENIZER.token_to_id("</think>")) :]
         assert found[4] == len(tail)
-        assert "hm" not in str(session.out or session.body())
-        shown = chunks_of(session) if stream else [json.loads(session.body())]
+        assert "hm" not in session.text
+        shown = chunks_of(session) if stream else [session.body]
         assert [i for c in shown for i in c["choices"][0].get("token_ids", [])] == tail
 
 
@@ -272,23 +291,23 @@ def test_an_interval_writes_less_often() -> None:
     assert message_of(rare) == message_of(every)
     texts = [event["choices"][0]["delta"].get("content") for event in chunks_of(rare)]
     assert len([text for text in texts if text]) == 1 + -(-(len(steps) - 1) // 4)
-    assert len(every.out) - len(rare.out) >= len(steps) // 2
+    assert len(chunks_of(every)) - len(chunks_of(rare)) >= len(steps) // 2
 
 
-def chunks_of(session: ChatSession) -> list[dict]:
-    return parsed_events(b"".join(session.out).decode())[:-1]
+def chunks_of(session: Made) -> list[dict]:
+    return parsed_events(session.text)[:-1]
 
 
 def test_token_ids_are_returned_when_asked_for() -> None:
     ids = TOKENIZER.encode("<think>hm</think>yes").ids
     wanted = {"return_token_ids": True, "num_prompt": 3}
-    body = json.loads(answered([ids, [END]], **wanted).body())
+    body = answered([ids, [END]], **wanted).body
     assert body["prompt_token_ids"] == [1, 1, 1]
     assert body["choices"][0]["token_ids"] == [*ids, END]
     first, *rest = chunks_of(answered([ids, [END]], stream=True, **wanted))
     assert first["prompt_token_ids"] == [1, 1, 1]
     assert [i for c in rest for i in c["choices"][0].get("token_ids", [])] == [*ids, END]
-    assert "token_ids" not in str(answered([ids, [END]], logprobs=True).body())
+    assert "token_ids" not in answered([ids, [END]], logprobs=True).text
 
 
 def test_a_stop_string_may_name_a_marker() -> None:
@@ -301,7 +320,7 @@ def test_a_stop_string_may_name_a_marker() -> None:
 def test_reasoning_is_named_twice_where_the_recipe_says_so() -> None:
     served = Served(load_config(None, ["server.reasoning_content=true"]), ENGINE)
     ids = TOKENIZER.encode("<think>hm</think>").ids
-    body = json.loads(answered([ids], served=served).body())
+    body = answered([ids], served=served).body
     message = body["choices"][0]["message"]
     assert message["reasoning"] == message["reasoning_content"] == "hm"
     events = chunks_of(answered([ids], served=served, stream=True))
@@ -309,7 +328,7 @@ def test_reasoning_is_named_twice_where_the_recipe_says_so() -> None:
     assert [d for d in deltas if "reasoning" in d] == [
         {"reasoning": "hm", "reasoning_content": "hm"}
     ]
-    message = json.loads(answered([ids[:1]], served=served).body())["choices"][0]["message"]
+    message = answered([ids[:1]], served=served).body["choices"][0]["message"]
     assert message == {"role": "assistant", "content": ""}
 
 
