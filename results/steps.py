@@ -33,7 +33,7 @@ from torch import Tensor
 
 from nanovllm.bench import graphs as bench
 from nanovllm.cli.commands import config_of
-from nanovllm.layers.ops import RowTable
+from nanovllm.layers.products import RowTable
 from nanovllm.runner.build import build
 from nanovllm.runner.graphs import DecodeGraphs
 from nanovllm.runner.runner import Runner, share_outputs

@@ -24,6 +24,7 @@ class Scaled(NamedTuple):
     weight_ND: Tensor
     scale: Tensor
     block_rows: int = BLOCK
+    rows_dtype: torch.dtype = torch.bfloat16  # of the rows that it is multiplied with
 
     @property
     def shape(self) -> torch.Size:
@@ -32,6 +33,11 @@ class Scaled(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         return self.weight_ND.dtype
+
+    @property
+    def multiplies_16_bits(self) -> bool:
+        """True if kernels can multiply with the weight, since they take bfloat16 rows."""
+        return self.rows_dtype == torch.bfloat16
 
     def dequantised(self) -> Tensor:
         """Return the weight in float32."""
@@ -66,7 +72,7 @@ class Fp8Linear(NamedTuple):
 
     product: Callable[..., Tensor]  # of Quantised rows, like block_fp8_cute.block_fp8_linear
     obstacle: Callable[..., str | None]  # (num_features, width, block_rows): the reason, or None
-    skinny: Any  # layers.ops.SkinnyLinear for few rows, which it quantises; or None
+    skinny: Any  # layers.products.SkinnyLinear for few rows, which it quantises; or None
     quantise: Callable[[Tensor], Quantised]
     norm_quantise: Callable[..., Quantised]  # (x, residual_TD or None, norm_weight_D, eps)
     gated: Callable[[Quantised, Scaled], Quantised]  # silu(gate) * up of the product's two halves

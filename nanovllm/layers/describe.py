@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from nanovllm.layers.linear import Linear
-from nanovllm.layers.ops import RowTable
+from nanovllm.layers.products import RowTable
 
 
 def products(block: nn.Module, head: Linear, sizes: Iterable[int]) -> str:

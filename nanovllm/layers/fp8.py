@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
 from functools import partial
 from math import gcd
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from msgspec import Struct
-from nanovllm_kernels.fp8_reference import BLOCK, FEW_ROWS, FP8, Quantised, Scaled
-from torch import Tensor, nn
+from nanovllm_kernels.fp8_reference import BLOCK, FP8
+from torch import nn
 
 from nanovllm.config import ConfigError
 from nanovllm.layers.linear import AddLinear, Layer, Linear, NormLinear, Placement
-from nanovllm.layers.ops import Implementation, Ops
-from nanovllm.layers.residual import Added, Parted, Pending, Residual, as_tensor
 from nanovllm.parallel.mesh import Span
 
 SUPPORTED: dict[str, tuple[Any, ...]] = {  # values of quantization_config
@@ -58,107 +54,9 @@ class BlockFp8(Struct, frozen=True):
                 raise ValueError(f"{name} is {json.dumps(found)}; only {only} is supported")
 
 
-class Fp8Ops(Ops):
-    """Operations whose products take Scaled weights.
-
-    Few rows use the skinny products. More rows are quantised by the preceding norm or gate, and a
-    gate returns Quantised rows. Without kernels, weights are dequantised for each product.
-    """
-
-    passes_on: bool
-
-    def _plain(self, weight: Any, num_rows: int) -> Implementation:  # noqa: ANN401
-        found: Implementation = super()._plain(weight, num_rows)
-        if found.name == "skinny":
-            return found
-        if not self._multiplies(weight):
-            return Implementation("dequantised", dequantised_linear)
-        return Implementation("fp8", self._product)
-
-    def _multiplies(self, weight: Scaled) -> bool:
-        kernels = self.fp8_linear
-        return kernels is not None and kernels.obstacle(*weight.shape, weight.block_rows) is None
-
-    def _product(
-        self, x: Tensor | Quantised, weight: Scaled, residual_TN: Tensor | None = None
-    ) -> Tensor:
-        assert self.fp8_linear is not None
-        values, scales = x if isinstance(x, Quantised) else self.fp8_linear.quantise(x)
-        weight_ND, scale, block_rows = weight
-        return self.fp8_linear.product(values, scales, weight_ND, scale, residual_TN, block_rows)
-
-    def _added(self, weight: Any, num_rows: int) -> Implementation:  # noqa: ANN401
-        found: Implementation = super()._added(weight, num_rows)
-        if found.name != "fp8":
-            return found
-
-        def run(x: Tensor | Quantised, weight: Scaled, residual: Added) -> Residual:
-            return Added(self._product(x, weight, residual.stream_TD))
-
-        return Implementation("fp8+residual", run)
-
-    def _normed(
-        self,
-        weight: Any,  # noqa: ANN401
-        gated: bool,
-        is_added: bool,
-        num_rows: int,
-    ) -> Implementation:
-        found: Implementation = super()._normed(weight, gated, is_added, num_rows)
-        if found.norms or self._plain(weight, num_rows).name != "fp8":
-            return found
-        kernels = self.fp8_linear
-        assert kernels is not None
-        is_quantised = gated and self.passes_on and num_rows > FEW_ROWS
-
-        def run(
-            residual: Residual, norm_weight_D: Tensor, eps: float, weight: Scaled
-        ) -> tuple[Any, Added]:
-            x: Tensor | Quantised
-            if isinstance(residual, Parted):
-                x, stream = residual.normed(norm_weight_D, eps)
-            else:
-                stream = Added(residual.stream_TD)
-                if isinstance(residual, Pending):
-                    update = as_tensor(residual.update)
-                    x = kernels.norm_quantise(update, stream.stream_TD, norm_weight_D, eps)
-                else:
-                    x = kernels.norm_quantise(stream.stream_TD, None, norm_weight_D, eps)
-            if is_quantised:
-                x8 = x if isinstance(x, Quantised) else kernels.quantise(x)
-                return kernels.gated(x8, weight), stream
-            y_TN = self._product(x, weight)
-            return self.silu_mul(y_TN) if gated else y_TN, stream
-
-        name = "norm+fp8+gate" if gated else "norm+fp8"
-        if is_quantised:
-            name = "norm+gated-fp8"
-        return Implementation(name, run)
-
-
-def dequantised_linear(x: Tensor | Quantised, weight: Scaled) -> Tensor:
-    x_TD = x.dequantised().bfloat16() if isinstance(x, Quantised) else x
-    return F.linear(x_TD, weight.dequantised().to(x_TD.dtype))
-
-
-def fp8_ops(ops: Ops, *, passes_on: bool) -> Fp8Ops:
-    """Return `ops` with products of fp8 weights. Kernels need a bfloat16 model.
-
-    `passes_on`: the product after a gate also has an fp8 weight.
-    """
-    is_16_bit = torch.get_default_dtype() == torch.bfloat16
-    kernels = ops.fp8_linear if is_16_bit else None
-    others = dict(gated_linear=None, sliced_linear=None, added_linear=None, fp8_linear=kernels)
-    same = {entry.name: getattr(ops, entry.name) for entry in fields(Ops) if entry.init}
-    found = Fp8Ops(**{**same, **others, "skinny_linear": kernels and kernels.skinny})
-    vars(found)["passes_on"] = passes_on
-    return found
-
-
 def blocks(
     make: Callable[[int], Layer],
     count: int,
-    ops: Ops,
     rules: Iterable[tuple[str, ...]],
     quantised: BlockFp8 | None,
 ) -> Iterator[Layer]:
@@ -170,7 +68,6 @@ def blocks(
         yield from (make(layer) for layer in range(count))
         return
     device = torch.get_default_device()
-    known: dict[tuple[int, bool], Fp8Ops] = {}
     for layer in range(count):
         with torch.device("meta"):
             block = make(layer)
@@ -187,29 +84,12 @@ def blocks(
                 change()
         block.to_empty(device=device)
         for path, module in modules.items():
-            if isinstance(module, Linear):
-                vars(module)["operand"] = module.weight
-            if isinstance(module, NormLinear | AddLinear) and path not in kept:
-                passes_on = f"{path.rpartition('.')[0]}.down" not in kept
-                kind = block_rows_of(module.placements["weight"]), passes_on
-                if kind not in known:
-                    known[kind] = fp8_ops(ops, passes_on=passes_on)
-                bind(module, known[kind], kind[0])
+            if isinstance(module, AddLinear) and path not in kept:
+                module.set_tables()
+            if isinstance(module, NormLinear) and path not in kept:
+                next_product = f"{path.rpartition('.')[0]}.down"
+                module.set_tables(quantised=next_product not in kept)
         yield block
-
-
-def bind(linear: NormLinear | AddLinear, ops: Fp8Ops, block_rows: int) -> None:
-    """Set a layer's operand, whose storage is allocated, and its tables of implementations.
-
-    Layers may share `ops` only if their `block_rows` are equal, since these are not in table keys.
-    """
-    scale = linear.get_parameter("weight_scale")
-    weight = vars(linear)["operand"] = Scaled(linear.weight, scale, block_rows)
-    if isinstance(linear, NormLinear):
-        linear.by_rows = ops.normed(weight, gated=linear.gated, is_added=True)
-        linear.by_rows_pending = ops.normed(weight, gated=linear.gated, is_added=False)
-    else:
-        linear.by_rows = (ops.plain if linear.mesh.tp_size > 1 else ops.added)(weight)
 
 
 def checkpoint_modules(path: str, layer: int, rules: Iterable[tuple[str, ...]]) -> set[str]:
@@ -238,6 +118,7 @@ def to_fp8(linear: Linear) -> None:
     placement = linear.placements["weight"]
     block_rows = block_rows_of(placement)
     num_rows, width = linear.weight.shape
+    linear.block_rows = block_rows
     linear.weight = fp8_parameter(num_rows, width, dtype=FP8)
     linear.weight_scale = fp8_parameter(
         -(-num_rows // block_rows), -(-width // BLOCK), dtype=torch.float32

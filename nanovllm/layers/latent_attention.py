@@ -20,10 +20,10 @@ from nanovllm.attention.grouped import PagedKV
 from nanovllm.attention.latent import LatentHeads, Latents
 from nanovllm.attention.latent_rows import can_expand
 from nanovllm.config import Recipe
-from nanovllm.layers.fp8 import block_rows_of, to_fp8
+from nanovllm.layers.fp8 import to_fp8
 from nanovllm.layers.linear import AddLinear, Layer, Linear, NormLinear, Placement, parameter
 from nanovllm.layers.ops import Ops
-from nanovllm.layers.residual import Added, Product, Residual, as_tensor
+from nanovllm.layers.residual import Added, Output, Residual, as_tensor
 from nanovllm.parallel.mesh import Mesh, Span
 
 REFERENCE = "nanovllm_kernels.attention.latent_reference"
@@ -86,7 +86,7 @@ class LatentAttention(Layer):
         qkv, stream = products(residual)
         qkv_TX = unsliced(qkv, stream.stream_TD.dtype)
         q_TX, kv_TX = qkv_TX.tensor_split([-sum(self.sizes[3:6:2])], 1)
-        if self.q_b is None or self.q_b.by_rows[len(q_TX)].norms:  # a norm alone takes strides
+        if self.q_b is None or self.q_b.by_rows[len(q_TX)].fused.norm:  # a norm alone takes strides
             q_TX = q_TX.contiguous()
         if self.q_b is not None:
             q_TX = unsliced(self.q_b(Added(q_TX))[0], q_TX.dtype)
@@ -146,7 +146,6 @@ class KeysValues(Linear):
     def __init__(self, rows: Span, rank: int, ops: Ops) -> None:
         super().__init__(rows.count, rank, Placement(0, (("", rows),)), ops)
         del self.by_rows  # attention multiplies head by head instead
-        self.dtype = torch.get_default_dtype()
 
     def to_fp8(self) -> None:
         """Change the type of a weight whose storage is not allocated yet, and add its scales."""
@@ -156,16 +155,15 @@ class KeysValues(Linear):
 
     def dequantised(self) -> Tensor:
         """Return the weight in the model's dtype. It must be loaded."""
-        if not hasattr(self, "weight_scale"):
-            return self.weight
-        scale = self.get_parameter("weight_scale")
-        weight = Scaled(self.weight, scale, block_rows_of(self.placements["weight"]))
-        return self.get_buffer("whole_ND").copy_(weight.dequantised())
+        weight = self.operand
+        if isinstance(weight, Scaled):
+            return self.get_buffer("whole_ND").copy_(weight.dequantised())
+        return weight
 
 
 def whole(count: int) -> Span:
     return Span(count, 0, count)
 
 
-def unsliced(product: Product, dtype: torch.dtype) -> Tensor:
+def unsliced(product: Output, dtype: torch.dtype) -> Tensor:
     return summed(as_tensor(product)).to(dtype)

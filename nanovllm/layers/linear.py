@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nanovllm_kernels.fp8_reference import Weight
+from nanovllm_kernels.fp8_reference import Quantised, Scaled, Weight
 from torch import Tensor, nn
 
-from nanovllm.layers.ops import Ops
-from nanovllm.layers.residual import Added, Parted, Pending, Product, Residual
+from nanovllm.layers.ops import Ops, norm_quantised
+from nanovllm.layers.products import Fusion, Implementation, Norm, RowTable
+from nanovllm.layers.residual import Added, Parted, Pending, Residual
 from nanovllm.parallel.mesh import Mesh, Span
 
 
@@ -64,18 +65,27 @@ class Linear(Layer):
     Subclasses fuse operations before and after, with their own tables.
     """
 
-    operand: Weight  # argument of the implementations: the weight, in fp8 with its scales
-
     def __init__(self, out_features: int, in_features: int, placement: Placement, ops: Ops) -> None:
         super().__init__()
+        self.ops = ops
         self.weight = parameter(out_features, in_features)
-        vars(self)["operand"] = self.weight  # bypasses nn.Module: not a second parameter
+        self.dtype = self.weight.dtype  # of the model
+        self.block_rows = 0  # rows per scale of an fp8 weight
         self.placements = {"weight": placement}
-        self.by_rows = ops.plain(self.weight)
+        self.by_rows = ops.by_rows(self.weight, Fusion())
 
-    def product(self, x_TD: Tensor) -> Tensor:
+    @property
+    def operand(self) -> Weight:
+        """The weight, in fp8 with its scales."""
+        if not self.block_rows:
+            return self.weight
+        scale = self.get_parameter("weight_scale")
+        return Scaled(self.weight, scale, self.block_rows, self.dtype)
+
+    def product(self, x: Tensor | Quantised) -> Tensor:
         """Return y_TN for this rank's output or input features."""
-        y_TN: Tensor = self.by_rows[len(x_TD)].run(x_TD, self.operand)
+        num_rows = len(x.values_XD if isinstance(x, Quantised) else x)
+        y_TN: Tensor = self.by_rows[num_rows].run(x, self.operand)
         return y_TN
 
 
@@ -85,6 +95,8 @@ class NormLinear(Linear):
     `parts` are fused in order, for example q, k and v. `gated`: the parts are gate and up, of equal
     widths, and y is silu(gate) * up.
     """
+
+    by_rows_pending: RowTable  # if the norm cannot be part of the product
 
     def __init__(
         self,
@@ -99,17 +111,40 @@ class NormLinear(Linear):
         super().__init__(out_features, hidden_size, Placement(0, tuple(parts.items())), ops)
         self.eps, self.gated = eps, gated
         self.norm_weight = parameter(hidden_size)
-        self.by_rows = ops.normed(self.weight, gated=gated, is_added=True)
-        self.by_rows_pending = ops.normed(self.weight, gated=gated, is_added=False)
+        self.set_tables()
 
-    def forward(self, residual: Residual) -> tuple[Product, Added]:
-        """Return y, and the stream with all products added. May overwrite its input."""
-        if isinstance(residual, Parted) and self.by_rows[len(residual.stream_TD)].norms:
+    def set_tables(self, *, quantised: bool = False) -> None:
+        """Set the tables for the weight's type. `quantised`: y may be Quantised rows."""
+        alone = Fusion(gate=self.gated, quantised=quantised, sliced=not self.gated)
+        self.by_rows = self.ops.by_rows(self.operand, alone._replace(norm=True))
+        self.by_rows_pending = self.ops.by_rows(self.operand, alone)
+
+    def forward(self, residual: Residual) -> tuple[Any, Added]:
+        """Return y, and the stream with all products added. May overwrite its input.
+
+        y is an Output, or Quantised rows for the next product.
+        """
+        num_rows, norm = len(residual.stream_TD), Norm(self.norm_weight, self.eps)
+        chosen = self.by_rows[num_rows]
+        if isinstance(residual, Parted) and chosen.fused.norm:
             residual = residual.added()
-        table = self.by_rows if isinstance(residual, Added) else self.by_rows_pending
-        run = table[len(residual.stream_TD)].run
-        found: tuple[Product, Added] = run(residual, self.norm_weight, self.eps, self.operand)
-        return found
+        if isinstance(residual, Added) and chosen.fused.norm:
+            x_TD, gated = residual.stream_TD, chosen.fused.gate
+            y = chosen.run(x_TD, self.operand, norm=norm, gated=gated)
+        else:
+            chosen = self.by_rows_pending[num_rows]
+            x, residual = self._normed(residual, norm, chosen)
+            y = chosen.run(x, self.operand)
+        if self.gated and not chosen.fused.gate:
+            y = self.ops.silu_mul(y)
+        return y, residual
+
+    def _normed(
+        self, residual: Residual, norm: Norm, chosen: Implementation
+    ) -> tuple[Tensor | Quantised, Added]:
+        if chosen.norm_quantise is not None:
+            return norm_quantised(residual, norm, chosen.norm_quantise)
+        return self.ops.norm(residual, *norm)
 
 
 class AddLinear(Linear):
@@ -118,12 +153,19 @@ class AddLinear(Linear):
     def __init__(self, inputs: Span, hidden_size: int, mesh: Mesh, ops: Ops) -> None:
         super().__init__(hidden_size, inputs.count, Placement(1, (("", inputs),)), ops)
         self.mesh = mesh
-        self.by_rows = (ops.plain if mesh.tp_size > 1 else ops.added)(self.weight)
+        self.set_tables()
 
-    def forward(self, x_TD: Tensor, residual: Added) -> Residual:
+    def set_tables(self) -> None:
+        """Set the table for the weight's type. A sum over ranks takes one tensor from each."""
+        is_whole = self.mesh.tp_size == 1
+        self.by_rows = self.ops.by_rows(self.operand, Fusion(residual=is_whole, sliced=is_whole))
+
+    def forward(self, x: Tensor | Quantised, residual: Added) -> Residual:
         """Return the stream with the product added or pending. May overwrite the stream."""
-        run = self.by_rows[len(residual.stream_TD)].run  # x may be Quantised, with another len()
+        chosen = self.by_rows[len(residual.stream_TD)]
+        if chosen.fused.residual:
+            return Added(chosen.run(x, self.operand, residual_TN=residual.stream_TD))
+        y = chosen.run(x, self.operand)
         if self.mesh.tp_size > 1:
-            return with_pending_sum(run(x_TD, self.operand), residual, self.mesh)
-        after: Residual = run(x_TD, self.operand, residual)
-        return after
+            return with_pending_sum(y, residual, self.mesh)
+        return Pending(residual.stream_TD, y)

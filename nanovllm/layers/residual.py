@@ -20,7 +20,7 @@ class Slices:
     parts_ITN: Tensor
 
 
-Product: TypeAlias = Tensor | Slices
+Output: TypeAlias = Tensor | Slices  # of a product
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Pending:
     """The latest product must still be added to the stream, by the next norm."""
 
     stream_TD: Tensor
-    update: Product
+    update: Output
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,6 @@ class Parted:
 Residual: TypeAlias = Added | Pending | Parted
 
 
-def as_tensor(product: Product) -> Tensor:
+def as_tensor(product: Output) -> Tensor:
     """Return y_TN, or the partial products y_ITN, which kernels sum."""
     return product.parts_ITN if isinstance(product, Slices) else product

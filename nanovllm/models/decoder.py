@@ -163,7 +163,6 @@ class Decoder(Layer):
         layers = blocks(
             partial(self.Block, config, mesh=mesh, ops=ops, qk_norm=self.qk_norm),
             count=config.num_hidden_layers,
-            ops=ops,
             rules=self.WEIGHTS,
             quantised=config.quantization_config,
         )

@@ -29,7 +29,7 @@ from nanovllm.config import (
 )
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.kv.split import Split, room_for_pages, running_bytes
-from nanovllm.layers.ops import OPERATIONS, fastest, select_ops
+from nanovllm.layers.kernels import OPERATIONS, fastest, select_ops
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder, DecoderConfig
 from nanovllm.models.weights import default_dtype

@@ -19,7 +19,8 @@ from nanovllm.attention.base import Batch
 from nanovllm.attention.grouped import PagedKV
 from nanovllm.attention.torch_ref import TorchPaged
 from nanovllm.config import Config, Kernels
-from nanovllm.layers.ops import Ops, select_ops
+from nanovllm.layers.kernels import select_ops
+from nanovllm.layers.ops import Ops
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.weights import default_dtype, fill

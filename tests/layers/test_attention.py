@@ -18,7 +18,7 @@ from nanovllm.attention.grouped import PagedKV
 from nanovllm.attention.torch_ref import TorchPaged
 from nanovllm.config import Kernels
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.ops import select_ops
+from nanovllm.layers.kernels import select_ops
 from nanovllm.layers.residual import Added, Pending
 from nanovllm.layers.rope import PlainRope, cos_sin_table
 from nanovllm.models.weights import destinations

@@ -21,8 +21,10 @@ from torch import Tensor
 from nanovllm.config import ConfigError, Kernels
 from nanovllm.layers.describe import by_rows
 from nanovllm.layers.fp8 import BlockFp8, block_rows_of, in_blocks
+from nanovllm.layers.kernels import select_ops
 from nanovllm.layers.linear import Linear, Placement
-from nanovllm.layers.ops import Ops, select_ops
+from nanovllm.layers.ops import Ops
+from nanovllm.layers.products import preference
 from nanovllm.layers.residual import Added, Pending
 from nanovllm.layers.rope import PlainRope
 from nanovllm.models.qwen3 import Qwen3, Qwen3Config
@@ -215,6 +217,10 @@ class Stand:
         return Fp8Linear(self.product, obstacle, Skinny(), *makers)
 
 
+def with_fp8(stand: Stand) -> Ops:
+    return replace(select_ops(Kernels(), CPU), products=preference({"fp8_linear": stand.linear()}))
+
+
 @pytest.fixture
 def bfloat16() -> Iterator[None]:
     torch.set_default_dtype(torch.bfloat16)
@@ -232,7 +238,7 @@ def test_an_mlp_by_rows(num_rows: int, kept: tuple[str, ...]) -> None:
     Products of more than 16 rows also apply the gate, and quantise their result.
     """
     stand = Stand()
-    ops = replace(select_ops(Kernels(), CPU), fp8_linear=stand.linear())
+    ops = with_fp8(stand)
     mlp = model_of(*kept, ops=ops).layers[0].mlp
     torch.manual_seed(0)
     gate_up = fill(mlp.gate_up) * 0.05
@@ -259,17 +265,30 @@ def test_an_mlp_by_rows(num_rows: int, kept: tuple[str, ...]) -> None:
 
 @pytest.mark.usefixtures("bfloat16")
 def test_tables_say_what_multiplies() -> None:
-    ops = replace(select_ops(Kernels(), CPU), fp8_linear=Stand().linear())
+    ops = with_fp8(Stand())
     block = model_of(ops=ops, head_dim=8).layers[1]
     tables = [linear.by_rows for linear in (block.attn.qkv, block.attn.out, block.mlp.gate_up)]
     assert [by_rows(table, (1, 2, 16, 17, 64)) for table in tables] == [
-        "norm+skinny 1, norm+fp8 2-64",
+        "norm+skinny 1, fp8 2-64",
         "skinny+residual 1, dequantised 2-64",
-        "norm+skinny+gate 1, norm+fp8+gate 2-16, norm+gated-fp8 17-64",
+        "norm+skinny+gate 1, fp8 2-16, fp8+gate 17-64",
     ]
 
 
 def test_kernels_are_of_bfloat16() -> None:
-    ops = replace(select_ops(Kernels(), CPU), fp8_linear=Stand().linear())
+    ops = with_fp8(Stand())
     table = model_of(ops=ops).layers[1].attn.qkv.by_rows
     assert by_rows(table, (1, 64)) == "dequantised 1-64"
+
+
+@torch.inference_mode()
+@pytest.mark.usefixtures("bfloat16")
+def test_quantised_rows_count_as_rows() -> None:
+    """A shared expert on several ranks multiplies them without the residual stream."""
+    stand = Stand()
+    down = model_of(ops=with_fp8(stand), mesh=Mesh(1, 2)).layers[0].mlp.down
+    weight_ND, x8 = fill(down), kernels.reference(torch.randn(20, 128))
+    torch.testing.assert_close(
+        down.product(x8), (x8.dequantised() @ weight_ND.T).bfloat16(), rtol=0.02, atol=0.1
+    )
+    assert stand.rows == [20]

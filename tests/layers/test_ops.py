@@ -1,21 +1,25 @@
-"""References of the fused operations, and the implementations that a recipe selects."""
+"""References of the fused operations, and products with the operations around them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from inspect import signature
 
 import pytest
 import torch
+from nanovllm_kernels.fp8_reference import FP8, Scaled
 from nanovllm_kernels.norms import reference
 from nanovllm_kernels.products import library_linear
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from nanovllm.config import ConfigError, Kernels
+from nanovllm.config import Kernels
 from nanovllm.layers.describe import by_rows
-from nanovllm.layers.ops import OPERATIONS, Ops, select_ops
-from nanovllm.layers.residual import Added, Pending, Residual
+from nanovllm.layers.kernels import select_ops
+from nanovllm.layers.linear import AddLinear, NormLinear
+from nanovllm.layers.ops import Ops
+from nanovllm.layers.products import Fusion, preference
+from nanovllm.layers.residual import Added, Pending
+from nanovllm.parallel.mesh import Mesh, Span
 
 CPU = torch.device("cpu")
 REFERENCE = Ops(
@@ -27,80 +31,75 @@ REFERENCE = Ops(
 )
 
 
-def test_a_cpu_runs_the_references() -> None:
-    assert select_ops(Kernels(), CPU) == REFERENCE
-
-
-def test_a_gpu_can_run_the_references() -> None:
-    kernels = Kernels(**dict.fromkeys(OPERATIONS, "torch"))
-    assert select_ops(kernels, torch.device("cuda")) == REFERENCE
-
-
-def test_a_gpu_runs_triton_by_default() -> None:
-    chosen = select_ops(Kernels(rms_norm="torch"), torch.device("cuda"))
-    assert chosen.rms_norm is reference.rms_norm
-    for name in ("add_rms_norm", "silu_mul", "sigmoid_mul", "rope_store"):
-        kernel, meaning = getattr(chosen, name), getattr(reference, name)
-        assert kernel.__name__ == name
-        assert kernel is not meaning
-        assert len(signature(kernel).parameters) == len(signature(meaning).parameters)
-
-
-def test_triton_on_a_cpu_is_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
-        select_ops(Kernels(silu_mul="triton"), CPU)
-    assert str(caught.value) == "kernels.silu_mul is triton, which needs a GPU; use torch"
-
-
-def test_compiling_on_a_cpu_takes_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(ConfigError) as caught:
-        select_ops(Kernels(rope_store="compile"), CPU)
-    expected = "kernels.rope_store is compile, which needs g++ on a CPU; use torch"
-    assert str(caught.value) == expected
-
-
-@torch.inference_mode()
-def test_compiled_references_mean_the_same_for_any_number_of_tokens() -> None:
-    """They also write to the cache itself, not to a copy."""
-    names = ("rms_norm", "add_rms_norm", "silu_mul", "sigmoid_mul", "rope_store")
-    ops = select_ops(Kernels(**dict.fromkeys(names, "compile")), CPU)
-    torch.manual_seed(0)
-    norm_weight, table = torch.randn(16), torch.randn(32, 16)
-    for tokens in (5, 9):
-        x, residual = torch.randn(tokens, 16), torch.randn(tokens, 16)
-        close(ops.rms_norm(x, norm_weight, 1e-6), reference.rms_norm(x, norm_weight, 1e-6))
-        expected = reference.add_rms_norm(x, residual, norm_weight, 1e-6)
-        close(ops.add_rms_norm(x, residual, norm_weight, 1e-6), expected)
-        close(ops.silu_mul(x), reference.silu_mul(x))
-        close(ops.sigmoid_mul(x, residual), reference.sigmoid_mul(x, residual))
-        qkv, cells = torch.randn(tokens, 8 * 16), torch.randperm(40)[:tokens]
-        arguments = qkv, norm_weight, norm_weight, 1e-6, table, torch.arange(tokens), cells
-        caches = [torch.zeros(2, 10, 4, 2, 16) for _ in range(2)]
-        found = ops.rope_store(*arguments, *caches[0])
-        close(found, reference.rope_store(*arguments, *caches[1]))
-        close(caches[0], caches[1])
-        assert int((caches[0] != 0).any(-1).any(-1).sum()) == 2 * tokens
-
-
 def test_slices_of_a_gate_are_summed_up() -> None:
     gate_ITF, x_TF = torch.tensor([[[3.0, -200.0]], [[-3.0, 0.0]]]), torch.tensor([[8.0, 8.0]])
     assert reference.sigmoid_mul(gate_ITF, x_TF).tolist() == [[4.0, 0.0]]
 
 
-def close(actual: object, expected: object) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_the_fused_gate_is_refused_where_it_cannot_run() -> None:
-    with pytest.raises(ConfigError) as caught:
-        select_ops(Kernels(gated_linear="cute"), CPU)
-    reason = "it is used on Hopper GPUs only"
-    assert str(caught.value) == f"kernels.gated_linear is cute, but {reason}; use torch"
-
-
 class Doubled:
-    """Stand-in for the fused gate with doubled results. It supports three rows or more."""
+    """Stand-in for products of few rows, with doubled results. It supports one or two rows."""
+
+    def fits(self, num_rows: int, weight_ND: Tensor, **kind: bool) -> bool:
+        return num_rows <= 2
+
+    def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
+        return 2 * x_TD @ weight_ND.T
+
+    def linear_add(self, x_TD: Tensor, weight_ND: Tensor, residual_TN: Tensor) -> Tensor:
+        return residual_TN.add_(self.linear(x_TD, weight_ND))
+
+    def norm_linear(
+        self, x_TD: Tensor, norm_weight_D: Tensor, eps: float, weight_ND: Tensor, *, gated: bool
+    ) -> Tensor:
+        normed = reference.rms_norm(x_TD, norm_weight_D, eps)
+        y_TN = normed @ weight_ND.T
+        return 2 * (reference.silu_mul(y_TN) if gated else y_TN)
+
+
+FUSED = replace(REFERENCE, products=preference({"skinny_linear": Doubled()}))
+
+
+def norm_linear(ops: Ops, *, gated: bool) -> NormLinear:
+    torch.manual_seed(0)
+    linear = NormLinear(8, 1e-6, {"": Span(12, 0, 12)}, ops, gated=gated)
+    linear.weight.normal_()
+    linear.norm_weight.normal_()
+    return linear
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("num_rows", "factor"), [(2, 2.0), (3, 1.0)])
+def test_the_first_product_that_fits_computes_norm_and_gate(
+    num_rows: int, factor: float, gated: bool
+) -> None:
+    fused, apart = norm_linear(FUSED, gated=gated), norm_linear(REFERENCE, gated=gated)
+    x = torch.randn(num_rows, 8)
+    actual, after = fused(Added(x))
+    expected, _ = apart(Added(x))
+    torch.testing.assert_close(actual, factor * expected)
+    assert torch.equal(after.stream_TD, x)
+    # A product that the stream lacks is added by a norm of its own. A gate is then separate, too.
+    stream, update = torch.randn(2, num_rows, 8)
+    x_TD, total = REFERENCE.norm(Pending(stream.clone(), update), apart.norm_weight, 1e-6)
+    y_TN = factor * x_TD @ apart.weight.T
+    actual, after = fused(Pending(stream, update))
+    torch.testing.assert_close(actual, reference.silu_mul(y_TN) if gated else y_TN)
+    torch.testing.assert_close(after.stream_TD, total.stream_TD)
+
+
+def test_a_table_has_the_implementation_of_each_number_of_rows() -> None:
+    weight, gated = torch.empty(12, 8), Fusion(norm=True, gate=True)
+    table = FUSED.by_rows(weight, gated)
+    assert by_rows(table, range(1, 5)) == "norm+skinny+gate 1-2, library 3-4"
+    assert FUSED.by_rows(torch.empty(12, 8), gated) is table
+    assert FUSED.by_rows(torch.empty(12, 9), gated) is not table
+    assert by_rows(FUSED.by_rows(weight, Fusion(gate=True)), [1]) == "skinny 1"
+    assert by_rows(FUSED.by_rows(weight, Fusion()), [1, 3]) == "skinny 1, library 3"
+    assert by_rows(REFERENCE.by_rows(weight, Fusion()), [1]) == "library 1"
+
+
+class DoubledGate:
+    """Stand-in for the fused gate, with doubled results. It supports three rows or more."""
 
     def fits(self, num_rows: int, weight_ND: Tensor) -> bool:
         return num_rows >= 3
@@ -111,32 +110,33 @@ class Doubled:
 
 @pytest.mark.parametrize(("num_rows", "factor"), [(2, 1.0), (3, 2.0)])
 def test_the_fused_gate_takes_steps_of_many_rows(num_rows: int, factor: float) -> None:
-    torch.manual_seed(0)
-    x, weight, norm_weight = torch.randn(num_rows, 8), torch.randn(12, 8), torch.randn(8)
-    fused = replace(REFERENCE, gated_linear=Doubled())
-    actual, after = normed(fused, Added(x), norm_weight, weight, gated=True)
-    expected, _ = normed(REFERENCE, Added(x), norm_weight, weight, gated=True)
-    torch.testing.assert_close(actual, factor * expected)
+    ops = replace(REFERENCE, products=preference({"gated_linear": DoubledGate()}))
+    fused, apart = norm_linear(ops, gated=True), norm_linear(REFERENCE, gated=True)
+    x = torch.randn(num_rows, 8)
+    actual, after = fused(Added(x))
+    torch.testing.assert_close(actual, factor * apart(Added(x))[0])
     assert torch.equal(after.stream_TD, x)
     # Products without a gate do not use it.
-    plain, _ = normed(fused, Added(x), norm_weight, weight)
-    assert torch.equal(plain, normed(REFERENCE, Added(x), norm_weight, weight)[0])
-
-
-def normed(
-    ops: Ops, residual: Residual, norm_weight, weight, *, gated=False
-) -> tuple[Tensor, Added]:
-    table = ops.normed(weight, gated=gated, is_added=isinstance(residual, Added))
-    return table[len(residual.stream_TD)].run(residual, norm_weight, 1e-6, weight)
-
-
-def test_a_table_says_which_implementation_serves_how_many_rows() -> None:
-    fused = replace(REFERENCE, gated_linear=Doubled())
-    table = fused.normed(torch.empty(12, 8), gated=True, is_added=False)
+    plain, _ = norm_linear(ops, gated=False)(Added(x))
+    assert torch.equal(plain, norm_linear(REFERENCE, gated=False)(Added(x))[0])
+    table = ops.by_rows(torch.empty(12, 8), Fusion(gate=True))
     assert by_rows(table, range(1, 5)) == "library 1-2, quack+gate 3-4"
-    assert fused.normed(torch.empty(12, 8), gated=True, is_added=False) is table
-    assert fused.normed(torch.empty(12, 9), gated=True, is_added=False) is not table
-    assert by_rows(fused.plain(torch.empty(12, 8)), [1]) == "library 1"
+
+
+def test_a_product_without_other_operations_is_one_tensor() -> None:
+    """Products in slices are for operations that sum them. `Fusion()` has none."""
+    kernels = {"sliced_linear": library_linear.SLICED_LINEAR}
+    ops, weight = replace(REFERENCE, products=preference(kernels)), torch.empty(48, 96)
+    assert by_rows(ops.by_rows(weight, Fusion(sliced=True)), [64, 65]) == "library 64, sliced 65"
+    assert by_rows(ops.by_rows(weight, Fusion()), [64, 65]) == "library 64-65"
+
+
+def test_tables_are_of_one_type_of_weight() -> None:
+    weight_ND, scale = torch.empty(128, 128).to(FP8), torch.ones(16, 1)
+    whole, parts = Scaled(weight_ND, scale[:1]), Scaled(weight_ND, scale, 8)
+    in_float32 = Scaled(weight_ND, scale[:1], 128, torch.float32)
+    tables = [REFERENCE.by_rows(one, Fusion()) for one in (whole, parts, in_float32)]
+    assert len({id(table) for table in tables}) == 3
 
 
 @pytest.mark.parametrize(
@@ -159,13 +159,20 @@ def test_products_of_some_hundred_rows_are_sliced(
     assert library_linear.num_slices(num_rows, num_features, num_inputs) == slices
 
 
+def add_linear(ops: Ops, weight_ND: Tensor) -> AddLinear:
+    num_features, num_inputs = weight_ND.shape
+    linear = AddLinear(Span(num_inputs, 0, num_inputs), num_features, Mesh(), ops)
+    linear.weight.copy_(weight_ND)
+    return linear
+
+
 @torch.inference_mode()
 def test_slices_are_summed_up_by_what_follows() -> None:
     torch.manual_seed(0)
     x, weight, norm_weight = torch.randn(65, 96), torch.randn(48, 96), torch.randn(48)
     stream = torch.randn(65, 48)
     ops = select_ops(Kernels(sliced_linear="library"), CPU)
-    pending = ops.added(weight)[65].run(x, weight, Added(stream))
+    pending = add_linear(ops, weight)(x, Added(stream))
     slices = pending.update.parts_ITN
     assert slices.shape == (4, 65, 48)
     torch.testing.assert_close(slices[1], x[:, 24:48] @ weight[:, 24:48].T)
@@ -189,7 +196,7 @@ def test_the_library_adds_the_stream_in_steps_of_many_rows(
     stream = torch.randn(num_rows, 12)
     expected = stream + x @ weight.T
     ops = select_ops(Kernels(added_linear="library"), CPU)
-    found = ops.added(weight)[num_rows].run(x, weight, Added(stream))
+    found = add_linear(ops, weight)(x, Added(stream))
     assert found.stream_TD is stream
     assert isinstance(found, Added if added else Pending)
     total = stream if added else stream + found.update

@@ -64,7 +64,7 @@ def lines_of(name: str, tp: int, changes: tuple[str, ...]) -> Iterator[str]:
 def test_products_of_a_published_model(
     name: str, tp: int, changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanovllm.layers.ops.obstacle", lambda device: None)
+    monkeypatch.setattr("nanovllm.layers.kernels.obstacle", lambda device: None)
     title = " ".join((name, f"tp={tp}", *changes))
     expected = [line for line in EXPECTED if line.startswith(f"{title}:")]
     assert [*dict.fromkeys(lines_of(name, tp, changes))] == expected

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from nanovllm.attention import latent
 from nanovllm.config import Kernels
-from nanovllm.layers.ops import select_ops
+from nanovllm.layers.kernels import select_ops
 from nanovllm.layers.rope import cos_sin_table
 from nanovllm.models.config import read_model_config
 from nanovllm.models.weights import destinations

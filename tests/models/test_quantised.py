@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from nanovllm.config import ConfigError, Kernels, Load
+from nanovllm.layers.kernels import select_ops
 from nanovllm.layers.linear import Linear, Placement
-from nanovllm.layers.ops import select_ops
 from nanovllm.models import shards
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder

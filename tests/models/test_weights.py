@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanovllm.config import ConfigError, Kernels
 from nanovllm.layers.experts.router import Router
-from nanovllm.layers.ops import select_ops
+from nanovllm.layers.kernels import select_ops
 from nanovllm.models import shards, weights
 from nanovllm.models.config import read_model_config
 from nanovllm.models.shards import read

@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction
 
 from nanovllm.attention import latent_rows
 from nanovllm.config import Config, load_config
-from nanovllm.layers import ops
+from nanovllm.layers import kernels
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.parallel.nccl import Links, NcclMesh
 from nanovllm.parallel.peers import CAPACITY
@@ -258,9 +258,9 @@ def imagine_a_gpu(notes: Notes) -> None:
                 if hasattr(module, what):
                     setattr(module, what, fake)
     latent_rows.expanded = unwritten
-    ops.obstacle = lambda where: None
+    kernels.obstacle = lambda where: None
     for module, name in (
-        (ops, "fastest"),
+        (kernels, "fastest"),
         (resolved, "select_ops"),
         (resolved, "choose_backend"),
         (resolved, "without_autos"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm.config import Speculate
-from nanovllm.layers import ops
+from nanovllm.layers import kernels
 from tests.interpreted import in_interpreter, in_parent, passes
 from tests.models.tiny import CASES, config_of, make_tiny
 from tests.whole_engine import WholeEngine, prompts_of, reference
@@ -27,7 +27,7 @@ def test_text_is_the_references(
     speculate: Speculate | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(
-        ops.IMPLEMENTATIONS["torch"], "delta", "nanovllm.attention.delta_triton:TRITON"
+        kernels.IMPLEMENTATIONS["torch"], "delta", "nanovllm.attention.delta_triton:TRITON"
     )
     family, overrides = CASES["qwen3_next that repeats itself"]
     sizes = dict(linear_key_head_dim=16, linear_value_head_dim=16, linear_num_value_heads=4)

@@ -93,7 +93,7 @@ def jobs_for(found: Resolved) -> list[compile_cache.Job]:
 def test_the_kernels_of_a_recipe(
     name, group, products, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanovllm.layers.ops.obstacle", lambda device: None)
+    monkeypatch.setattr("nanovllm.layers.kernels.obstacle", lambda device: None)
     expected = [
         compile_causal.job(group, 128, 128, "bfloat16"),
         compile_decode.job(group, 128, 128, 0, False),
@@ -127,7 +127,7 @@ def test_attention_of_latents(drafts: int, folder: Path) -> None:
 
 def test_products_of_fp8_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many rows use these kernels; few rows use Triton."""
-    monkeypatch.setattr("nanovllm.layers.ops.obstacle", lambda device: None)
+    monkeypatch.setattr("nanovllm.layers.kernels.obstacle", lambda device: None)
     found = on_a_gpu("qwen3-8b", skinny_linear="cute", fp8_linear="cute")
     quantised = replace(
         found.model_config, quantization_config=BlockFp8("fp8", (128, 128)), num_hidden_layers=1
@@ -144,7 +144,7 @@ def test_products_of_fp8_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_products_of_experts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of experts are compiled once for all layers, for the dtype of the weights."""
-    monkeypatch.setattr("nanovllm.layers.ops.obstacle", lambda device: None)
+    monkeypatch.setattr("nanovllm.layers.kernels.obstacle", lambda device: None)
     given = on_a_gpu("qwen3-30b-a3b", experts="cute")
     every = jobs_for(dataclasses.replace(given, dtype=torch.bfloat16))
     found = [job for job in every if "grouped_linear" in job.function]

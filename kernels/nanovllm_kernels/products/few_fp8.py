@@ -100,7 +100,7 @@ def steps_of(num_tiles: int, num_blocks: int, rows: int, at_once: int, num_proce
 
 
 class FewFp8:
-    """Implementation of layers.ops.SkinnyLinear for Scaled weights."""
+    """Kernels of layers.products.Skinny for Scaled weights."""
 
     def fits(self, num_rows: int, weight: Scaled, **_: bool) -> bool:
         return num_rows <= FEW_ROWS and weight.dtype == FP8

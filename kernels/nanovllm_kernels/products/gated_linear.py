@@ -38,7 +38,7 @@ def obstacle(device: torch.device) -> str | None:
 
 
 class GatedLinear:
-    """Implementation of layers.ops.GatedLinear. The first product compiles for seconds."""
+    """Implementation of layers.products.FusedLinear. The first product compiles for seconds."""
 
     def fits(self, num_rows: int, weight_ND: Tensor) -> bool:
         return (

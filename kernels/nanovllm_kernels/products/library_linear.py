@@ -33,7 +33,7 @@ MOST_ADDED_INPUTS = 4096
 
 
 class SlicedLinear:
-    """Implementation of layers.ops.SlicedLinear."""
+    """Implementation of layers.products.FusedLinear."""
 
     def fits(self, num_rows: int, weight_ND: Tensor) -> bool:
         return num_slices(num_rows, *weight_ND.shape) > 1
@@ -46,7 +46,7 @@ class SlicedLinear:
 
 
 class AddedLinear:
-    """Implementation of layers.ops.AddedLinear."""
+    """Implementation of layers.products.FusedLinear."""
 
     def fits(self, num_rows: int, weight_ND: Tensor) -> bool:
         is_long = weight_ND.shape[1] > MOST_ADDED_INPUTS

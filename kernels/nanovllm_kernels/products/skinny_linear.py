@@ -101,7 +101,7 @@ def shape_of(num_features: int, width: int, kind: Kind, num_rows: int) -> Shape 
 
 
 class SkinnyLinear:
-    """Implementation of layers.ops.SkinnyLinear. The first product compiles for a second or two."""
+    """Kernels of layers.products.Skinny. The first product compiles for a second or two."""
 
     def fits(
         self,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from nanovllm.layers.expert_products import ExpertKernels
 from nanovllm.layers.fp8 import fp8_parameter, in_blocks
 from nanovllm.layers.linear import Layer, Placement, parameter
-from nanovllm.layers.ops import Implementation, RowTable
+from nanovllm.layers.products import Implementation, RowTable
 from nanovllm.parallel.mesh import Span
 
 

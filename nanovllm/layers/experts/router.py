@@ -23,7 +23,8 @@ from nanovllm_kernels.norms.reference import summed
 from torch import Tensor
 
 from nanovllm.layers.linear import Linear, Placement, parameter
-from nanovllm.layers.ops import Implementation, Ops, RowTable
+from nanovllm.layers.ops import Ops
+from nanovllm.layers.products import Implementation, RowTable
 from nanovllm.parallel.mesh import Span
 
 LEAST_ROWS = 32  # rows from which parts are faster: 9 us, where float32 takes 15 to 20
@@ -46,7 +47,7 @@ class Router(Linear):
         super().__init__(num_rows, hidden_size, Placement(0, tuple(parts)), ops)
         if exact and self.weight.dtype != torch.float32:
             self.weight = parameter(num_rows, hidden_size, dtype=torch.float32)
-            vars(self)["operand"], self.by_rows = self.weight, RowTable(self._choose)
+            self.by_rows = RowTable(self._choose)
             parts_IED = torch.empty(MOST_PARTS, num_rows, hidden_size)  # maximum size
             self.register_buffer("parts_IED", parts_IED, persistent=False)
 

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from nanovllm_kernels.experts import route_reference
+from nanovllm_kernels.experts.products import route_reference
 from nanovllm_kernels.experts.reference import EXPERTS, ExpertProducts
 from nanovllm_kernels.experts.route_reference import Routing
 from torch import Tensor
@@ -18,7 +18,8 @@ from nanovllm.layers.describe import products
 from nanovllm.layers.expert_products import TORCH
 from nanovllm.layers.experts.moe import Mixture, MoE
 from nanovllm.layers.experts.products import ExpertMLPs, weight_traffic
-from nanovllm.layers.ops import Ops, select_ops
+from nanovllm.layers.kernels import select_ops
+from nanovllm.layers.ops import Ops
 from nanovllm.layers.residual import Added, Pending, Residual
 from nanovllm.parallel.mesh import Mesh, Span
 from nanovllm.runner.build import build

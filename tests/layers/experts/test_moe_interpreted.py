@@ -17,7 +17,7 @@ from nanovllm.config import Kernels
 from nanovllm.layers.expert_kernels import TRITON
 from nanovllm.layers.expert_products import TORCH, ExpertKernels
 from nanovllm.layers.experts.moe import Mixture, MoE
-from nanovllm.layers.ops import select_ops
+from nanovllm.layers.kernels import select_ops
 from nanovllm.layers.residual import Added
 from nanovllm.parallel.mesh import Mesh
 from tests.interpreted import in_interpreter, in_parent, passes

@@ -10,13 +10,14 @@ from nanovllm_kernels.experts.route_reference import Routing
 from nanovllm_kernels.products.few_fp8 import FEW_FP8
 
 from nanovllm.config import Kernels, Recipe
-from nanovllm.layers import ops
+from nanovllm.layers import kernels as recipe_kernels
 from nanovllm.layers.describe import products
 from nanovllm.layers.expert_kernels import CUTE, TRITON
 from nanovllm.layers.expert_products import TORCH, ExpertKernels
 from nanovllm.layers.experts.products import ExpertMLPs, products_for
+from nanovllm.layers.kernels import select_ops
 from nanovllm.layers.linear import AddLinear
-from nanovllm.layers.ops import select_ops
+from nanovllm.layers.products import Skinny
 from nanovllm.parallel.mesh import Mesh, Span
 from nanovllm.runner.graphs import obstacles
 
@@ -82,12 +83,18 @@ def test_a_cpu_has_the_definition() -> None:
 def test_a_gpu_has_kernels_of_its_own(monkeypatch) -> None:
     """On Hopper, these include kernels for many rows."""
     cuda = torch.device("cuda")
-    monkeypatch.setattr(ops, "obstacle", lambda _: "it is used on Hopper GPUs only")
-    assert (ops.fastest("experts", cuda), ops.fastest("gated_linear", cuda)) == ("triton", "torch")
+    monkeypatch.setattr(recipe_kernels, "obstacle", lambda _: "it is used on Hopper GPUs only")
+    assert (
+        recipe_kernels.fastest("experts", cuda),
+        recipe_kernels.fastest("fp8_linear", cuda),
+    ) == ("triton", "torch")
     assert select_ops(Kernels(), cuda).experts is TRITON
-    monkeypatch.setattr(ops, "obstacle", lambda _: None)
-    assert (ops.fastest("experts", cuda), ops.fastest("fp8_linear", cuda)) == ("cute", "cute")
-    assert select_ops(Kernels(), cuda).fp8_linear.skinny is FEW_FP8
+    monkeypatch.setattr(recipe_kernels, "obstacle", lambda _: None)
+    assert (
+        recipe_kernels.fastest("experts", cuda),
+        recipe_kernels.fastest("fp8_linear", cuda),
+    ) == ("cute", "cute")
+    assert select_ops(Kernels(), cuda).products[0] == Skinny(FEW_FP8, is_fp8=True)
     assert select_ops(Kernels(), cuda).experts is CUTE
     assert CUTE._replace(many=()) == TRITON and len(CUTE.many) == 2
 

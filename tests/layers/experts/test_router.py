@@ -11,7 +11,7 @@ from torch import Tensor
 from nanovllm.config import Kernels
 from nanovllm.layers.describe import by_rows
 from nanovllm.layers.experts.router import LEAST_ROWS, MOST_PARTS, Router, bfloat16_parts, by_parts
-from nanovllm.layers.ops import select_ops
+from nanovllm.layers.kernels import select_ops
 from nanovllm.parallel.mesh import Span
 from tests.models.steps import CPU
 

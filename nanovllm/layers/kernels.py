@@ -1,0 +1,95 @@
+"""The recipe's choice of implementations of operations.
+
+The plain-torch reference in nanovllm_kernels.norms.reference defines the meaning of each operation.
+`kernels.<name>: torch` in a recipe selects the reference, for ablations and for bisecting faults;
+`compile` leaves the fusion to torch.compile.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import torch
+from nanovllm_kernels.products.gated_linear import obstacle
+
+from nanovllm.config import ConfigError, Kernels
+from nanovllm.layers.ops import Ops
+from nanovllm.layers.products import preference
+from nanovllm.registry import resolve
+
+# Implementations of products with weights. torch: products.LIBRARY
+PRODUCTS = ("gated_linear", "skinny_linear", "sliced_linear", "added_linear", "fp8_linear")
+
+IMPLEMENTATIONS = {
+    "torch": {
+        "rms_norm": "nanovllm_kernels.norms.reference:rms_norm",
+        "add_rms_norm": "nanovllm_kernels.norms.reference:add_rms_norm",
+        "silu_mul": "nanovllm_kernels.norms.reference:silu_mul",
+        "sigmoid_mul": "nanovllm_kernels.norms.reference:sigmoid_mul",
+        "rope_store": "nanovllm_kernels.norms.reference:rope_store",
+        "experts": "nanovllm.layers.expert_products:TORCH",
+        "delta": "nanovllm.attention.delta_kernels:TORCH",
+    },
+    "library": {
+        "sliced_linear": "nanovllm_kernels.products.library_linear:SLICED_LINEAR",
+        "added_linear": "nanovllm_kernels.products.library_linear:ADDED_LINEAR",
+    },
+    "triton": {
+        "rms_norm": "nanovllm_kernels.norms.norm:rms_norm",
+        "add_rms_norm": "nanovllm_kernels.norms.norm:add_rms_norm",
+        "silu_mul": "nanovllm_kernels.norms.activation:silu_mul",
+        "sigmoid_mul": "nanovllm_kernels.norms.activation:sigmoid_mul",
+        "rope_store": "nanovllm_kernels.norms.rope_store:rope_store",
+        "experts": "nanovllm.layers.expert_kernels:TRITON",
+        "delta": "nanovllm.attention.delta_triton:TRITON",
+    },
+    "cute": {
+        "gated_linear": "nanovllm_kernels.products.gated_linear:GATED_LINEAR",
+        "skinny_linear": "nanovllm_kernels.products.skinny_linear:SKINNY_LINEAR",
+        "experts": "nanovllm.layers.expert_kernels:CUTE",
+        "fp8_linear": "nanovllm_kernels.products.dense_fp8:FP8_LINEAR",
+    },
+    "tiled": {"fp8_linear": "nanovllm_kernels.products.dense_fp8:TILED_FP8"},
+}
+OPERATIONS = (*IMPLEMENTATIONS["torch"], *PRODUCTS)
+
+
+def select_ops(kernels: Kernels, device: torch.device) -> Ops:
+    """Return the recipe's operations. Raise ConfigError if one cannot run on this device."""
+    chosen: dict[str, Any] = {}
+    products: dict[str, Any] = {}
+    for name in OPERATIONS:
+        asked = getattr(kernels, name)
+        kind = fastest(name, device) if asked == "auto" else asked
+        if kind == "triton" and device.type == "cpu":
+            raise ConfigError(f"kernels.{name} is triton, which needs a GPU; use torch")
+        if kind in ("cute", "tiled") and (reason := obstacle(device)) is not None:
+            raise ConfigError(f"kernels.{name} is {kind}, but {reason}; use torch")
+        if kind == "compile":
+            chosen[name] = compiled(name, device)
+        elif name not in PRODUCTS:
+            chosen[name] = resolve(IMPLEMENTATIONS[kind], name)
+        elif kind != "torch":
+            products[name] = resolve(IMPLEMENTATIONS[kind], name)
+    return Ops(**chosen, products=preference(products))
+
+
+def compiled(operation: str, device: torch.device) -> Any:  # noqa: ANN401
+    """Return the reference through torch.compile.
+
+    It compiles for one token, for the next number of tokens, and then for any number: only sizes
+    that have changed become dynamic. With `dynamic=True`, widths would be dynamic, too.
+    """
+    if device.type == "cpu" and shutil.which("g++") is None:
+        raise ConfigError(f"kernels.{operation} is compile, which needs g++ on a CPU; use torch")
+    return torch.compile(resolve(IMPLEMENTATIONS["torch"], operation))
+
+
+def fastest(operation: str, device: torch.device) -> str:
+    """Return the implementation that "auto" means on this device."""
+    if operation in IMPLEMENTATIONS["cute"] and obstacle(device) is None:
+        return "cute"
+    is_beside = operation not in OPERATIONS  # sampling, batch preparation
+    kinds = () if device.type == "cpu" else ("triton", "library")
+    return next((k for k in kinds if is_beside or operation in IMPLEMENTATIONS[k]), "torch")
