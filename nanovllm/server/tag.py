@@ -50,7 +50,7 @@ GAP: Format = {"type": "regex", "pattern": "\n{0,2}"}  # after thinking
 Ids = Mapping[str, int]  # ids of the markers that are single tokens
 
 
-class Function(NamedTuple):
+class ToolSchema(NamedTuple):
     """A function's parameters: the request's field, their schema, and whether all is enforced."""
 
     where: str
@@ -157,14 +157,14 @@ class _Writer:
             for function in self._functions(choice.names).values():
                 arguments(syntax, function)
 
-    def _functions(self, names: tuple[str, ...]) -> dict[str, Function]:
-        found: dict[str, Function] = {}
+    def _functions(self, names: tuple[str, ...]) -> dict[str, ToolSchema]:
+        found: dict[str, ToolSchema] = {}
         for at, function in enumerate(tool["function"] for tool in self._request.tools or ()):
             if function["name"] in names:
                 where = f"tools[{at}].function.parameters"
                 given = function.get("parameters") or {"type": "object", "properties": {}}
                 exact = function.get("strict") is True
-                found[function["name"]] = Function(where, given, exact)
+                found[function["name"]] = ToolSchema(where, given, exact)
         return found
 
     # -- content in the client's form -----------------------------------------------------------
@@ -255,7 +255,7 @@ def spelled(text: str, ids: Ids) -> list[Format]:
     return [{"type": "token", "token": ids[x]} if x in ids else constant(x) for x in parts if x]
 
 
-def calls(syntax: Syntax, functions: Mapping[str, Function], ids: Ids, *, once: bool) -> Format:
+def calls(syntax: Syntax, functions: Mapping[str, ToolSchema], ids: Ids, *, once: bool) -> Format:
     """Return the format of one or more calls of functions, given by name.
 
     Each call is written once in the grammar, because 512 tools would otherwise make it too long.
@@ -274,14 +274,14 @@ def calls(syntax: Syntax, functions: Mapping[str, Function], ids: Ids, *, once: 
     return sequence(*begin, several, *end)
 
 
-def _call(syntax: Syntax, name: str, function: Function, ids: Ids) -> list[Format]:
+def _call(syntax: Syntax, name: str, function: ToolSchema, ids: Ids) -> list[Format]:
     names = {"NAME": name, "QUOTED": json.dumps(name, ensure_ascii=False)}
     filled = [re.sub("NAME|QUOTED", lambda found: names[found[0]], t) for t in syntax.call]
     before, after = (spelled(text, ids) for text in filled)
     return [*before, arguments(syntax, function), *after]
 
 
-def arguments(syntax: Syntax, function: Function) -> Format:
+def arguments(syntax: Syntax, function: ToolSchema) -> Format:
     """Return the format of a function's arguments. Raise SchemaError."""
     if syntax.style == "json":
         text = compiled(function.schema, function.where, exact=function.exact, is_object=True)
