@@ -54,7 +54,7 @@ class Sink(Protocol):
     def refused(self, refusal: Refusal) -> None: ...
 
 
-class Stream(Protocol):
+class SinkGroup(Protocol):
     """Receiver of the ends of steps, for one or more sinks. The same rules apply as for a sink."""
 
     def lost(self) -> None:
@@ -66,7 +66,7 @@ class Stream(Protocol):
         ...
 
 
-Touched = dict[Stream, None]  # streams with new results, in order
+Touched = dict[SinkGroup, None]  # streams with new results, in order
 
 
 class EngineClient:
@@ -85,7 +85,7 @@ class EngineClient:
         self._beat = Beat(0.0, 0.0)
         self._beat_at: float | None = None  # arrival time of the beat
         self._on_lost = on_lost
-        self._sinks: dict[int, tuple[Sink, Stream]] = {}
+        self._sinks: dict[int, tuple[Sink, SinkGroup]] = {}
         self._lookers: deque[Callable[[Steps], object]] = deque()  # callbacks in order of Looks
         self._num_ids = 0
         self._connection: AsyncConnection
@@ -111,7 +111,7 @@ class EngineClient:
         self._num_ids += 1
         return self.ready.worker << WORKER_BITS | self._num_ids
 
-    def submit(self, request: Generate, sink: Sink, stream: Stream) -> None:
+    def submit(self, request: Generate, sink: Sink, stream: SinkGroup) -> None:
         """Submit a request. Raise EngineLostError if the engine is gone.
 
         After any exception, no method of the sink is called.
@@ -215,7 +215,7 @@ class EngineClient:
                 self._failed(request_id, stream)
             touched[stream] = None
 
-    def _failed(self, request_id: int, stream: Stream) -> None:
+    def _failed(self, request_id: int, stream: SinkGroup) -> None:
         """Abort a request whose sink raised an exception. Other streams are unaffected."""
         log.exception("request %d failed", request_id)
         self.abort(request_id)

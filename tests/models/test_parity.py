@@ -18,6 +18,8 @@ from transformers import AutoConfig
 from nanovllm.attention import latent
 from nanovllm.config import Kernels
 from nanovllm.layers.kernels import select_ops
+from nanovllm.layers.ops import Ops
+from nanovllm.layers.products import preference
 from nanovllm.layers.rope import cos_sin_table
 from nanovllm.models.config import read_model_config
 from nanovllm.models.weights import destinations
@@ -116,6 +118,11 @@ def test_latents_expanded_for_chunks_give_the_same_logits(
         assert_equal_logits(our_logits(steps, schedule), expected)
 
 
+def ops_with(**kernels: object) -> Ops:
+    """Return the operations of a CPU with further kernels of products."""
+    return replace(select_ops(Kernels(), CPU), products=preference(kernels))
+
+
 class InPlace:
     """Stand-in for products of few rows that adds to the residual stream in place."""
 
@@ -153,7 +160,7 @@ def test_products_of_few_rows_add_to_the_residual_stream(case: str, tmp_path: Pa
     family, overrides = CASES[case]
     expected = expected_logits(make_tiny(tmp_path, family, **overrides))
     products = InPlace()
-    model = load(tmp_path, ops=replace(select_ops(Kernels(), CPU), skinny_linear=products))
+    model = load(tmp_path, ops=ops_with(skinny_linear=products))
     steps = Steps(tmp_path, model, prompts(), Mesh())
     assert_equal_logits(our_logits(steps, SCHEDULES["one late"]), expected)
     # These steps have 16, 9, 21 and 16 tokens, so none has few.
@@ -177,7 +184,7 @@ def test_products_in_slices_and_onto_the_stream(
         ("added_linear", library_linear.ADDED_LINEAR, 2),
     ):
         counted = Mock(wraps=product, fits=product.fits)
-        model = load(tmp_path, ops=replace(select_ops(Kernels(), CPU), **{field: counted}))
+        model = load(tmp_path, ops=ops_with(**{field: counted}))
         for schedule in ("one late", "decode"):
             steps = Steps(tmp_path, model, prompts(), Mesh())
             assert_equal_logits(our_logits(steps, SCHEDULES[schedule]), expected)

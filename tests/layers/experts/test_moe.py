@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from nanovllm_kernels.experts.products import route_reference
+from nanovllm_kernels.experts import route_reference
 from nanovllm_kernels.experts.reference import EXPERTS, ExpertProducts
 from nanovllm_kernels.experts.route_reference import Routing
 from torch import Tensor
