@@ -106,6 +106,8 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     delta: Literal["auto", "torch", "triton"] = "auto"  # gated delta rule of recurrent layers
     sample: Literal["auto", "torch", "triton"] = "auto"
     batch_prep: Literal["auto", "torch", "triton"] = "auto"
+    # On a CPU: no bit of a result depends on other requests, chunks, the cache or drafts.
+    invariant: bool = False
     cuda_graphs: bool = True
     mixed_graph_tokens: int = 2048  # largest step with prompts that uses CUDA graphs; 0: none
 

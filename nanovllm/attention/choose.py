@@ -12,6 +12,7 @@ from nanovllm_kernels.device import is_hopper
 from nanovllm.attention import BACKENDS
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.grouped import pageless
+from nanovllm.attention.invariant import InvariantTorch
 from nanovllm.config import ConfigError, Kernels
 from nanovllm.kv.layout import CacheKind, CacheLayout
 from nanovllm.registry import resolve
@@ -45,6 +46,9 @@ def choose_backend(
     """
     passed_over: list[str] = []
     like = pageless(layout, page_tokens, dtype)
+    if kernels.invariant:
+        chosen = replace(kernels, attention="torch", decode="torch")
+        return InvariantTorch(like), chosen, ""
     asked = kernels.attention
     known = [name for name in PREFERRED[device.type] if name in BACKENDS]
     for name in known if asked == "auto" else (asked,):

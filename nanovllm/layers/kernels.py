@@ -8,10 +8,14 @@ The plain-torch reference in nanovllm_kernels.norms.reference defines the meanin
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from nanovllm_kernels.experts.reference import EXPERTS, expert_down, expert_gate_up
 from nanovllm_kernels.products.gated_linear import obstacle
+from nanovllm_kernels.products.invariant import linear
 
 from nanovllm.config import ConfigError, Kernels
 from nanovllm.layers.ops import Ops
@@ -57,6 +61,8 @@ OPERATIONS = (*IMPLEMENTATIONS["torch"], *PRODUCTS)
 
 def select_ops(kernels: Kernels, device: torch.device) -> Ops:
     """Return the recipe's operations. Raise ConfigError if one cannot run on this device."""
+    if kernels.invariant:
+        return invariant_ops(kernels, device)
     chosen: dict[str, Any] = {}
     products: dict[str, Any] = {}
     for name in OPERATIONS:
@@ -73,6 +79,27 @@ def select_ops(kernels: Kernels, device: torch.device) -> Ops:
         elif kind != "torch":
             products[name] = resolve(IMPLEMENTATIONS[kind], name)
     return Ops(**chosen, products=preference(products))
+
+
+def invariant_ops(kernels: Kernels, device: torch.device) -> Ops:
+    """Return operations whose result for a row does not depend on the other rows.
+
+    All other operations of the references treat rows apart, in fixed orders. Raise ConfigError if
+    the recipe names an implementation that does not, or the device is a GPU.
+    """
+    if device.type != "cpu":
+        raise ConfigError("kernels.invariant is true, which needs device cpu; GPU kernels lack it")
+    for name in ("attention", "decode", *OPERATIONS):
+        if (asked := getattr(kernels, name)) not in ("auto", "torch"):
+            raise ConfigError(f"kernels.{name} is {asked}, but kernels.invariant needs torch")
+    chosen = {name: resolve(IMPLEMENTATIONS["torch"], name) for name in IMPLEMENTATIONS["torch"]}
+    few = replace(
+        EXPERTS,
+        gate_up=partial(expert_gate_up, multiply=linear),
+        down=partial(expert_down, multiply=linear),
+    )
+    chosen["experts"] = chosen["experts"]._replace(few=few)
+    return Ops(**chosen, products=preference({}, linear), multiply=linear)
 
 
 def compiled(operation: str, device: torch.device) -> Any:  # noqa: ANN401

@@ -8,11 +8,20 @@ from functools import partial
 
 from nanovllm_kernels.fp8_reference import Quantised, Scaled, Weight
 from torch import Tensor
+from torch.nn import functional as F
 
 from nanovllm.attention import delta_kernels
 from nanovllm.attention.delta_kernels import DeltaKernels
 from nanovllm.layers.expert_products import TORCH, ExpertKernels
-from nanovllm.layers.products import LIBRARY, Fusion, Norm, ProductKernel, RowTable, first_that_fits
+from nanovllm.layers.products import (
+    LIBRARY,
+    Fusion,
+    Multiply,
+    Norm,
+    ProductKernel,
+    RowTable,
+    first_that_fits,
+)
 from nanovllm.layers.residual import Added, Parted, Residual, as_tensor
 
 
@@ -53,6 +62,7 @@ class Ops:
     rope_store: Callable[..., Tensor]
     experts: ExpertKernels = TORCH
     delta: DeltaKernels = delta_kernels.TORCH
+    multiply: Multiply = F.linear  # products without a kernel: run(x_TD, weight_ND) -> y_TN
     products: tuple[ProductKernel, ...] = LIBRARY  # for every weight, in order of preference
     tables: dict[tuple[object, ...], RowTable] = field(
         init=False, default_factory=dict, compare=False

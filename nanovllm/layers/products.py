@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch.nn.functional as F
 from nanovllm_kernels.fp8_reference import FEW_ROWS, Fp8Linear, Quantised, Scaled, Weight
 from torch import Tensor
 
 from nanovllm.layers.residual import Output, Slices
+
+Multiply: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (x_TD, weight_ND) -> y_TN
 
 
 class Fusion(NamedTuple):
@@ -239,9 +241,11 @@ class Sliced:
         return Slices(self.kernel(x, weight))
 
 
+@dataclass(frozen=True, slots=True)
 class Library:
     """Any number of rows, and no other operation."""
 
+    multiply: Multiply = F.linear
     name = "library"
     norm_quantise = None
 
@@ -249,12 +253,14 @@ class Library:
         return fusion.is_none and isinstance(weight, Tensor)
 
     def run(self, x: Any, weight: Any, **_: object) -> Tensor:  # noqa: ANN401
-        return F.linear(x, weight)
+        return self.multiply(x, weight)
 
 
+@dataclass(frozen=True, slots=True)
 class Dequantised:
     """Any number of rows of an fp8 weight, which is dequantised for each product."""
 
+    multiply: Multiply = F.linear
     name = "dequantised"
     norm_quantise = None
 
@@ -263,7 +269,7 @@ class Dequantised:
 
     def run(self, x: Tensor | Quantised, weight: Any, **_: object) -> Tensor:  # noqa: ANN401
         x_TD = x.dequantised().bfloat16() if isinstance(x, Quantised) else x
-        return F.linear(x_TD, weight.dequantised().to(x_TD.dtype))
+        return self.multiply(x_TD, weight.dequantised().to(x_TD.dtype))
 
 
 def multiplies(kernels: Fp8Linear, weight: Weight) -> bool:
@@ -300,11 +306,13 @@ class RowTable(dict[int, Implementation]):
 LIBRARY: tuple[ProductKernel, ...] = (Library(), Dequantised())
 
 
-def preference(kernels: Mapping[str, Any]) -> tuple[ProductKernel, ...]:
+def preference(
+    kernels: Mapping[str, Any], multiply: Multiply = F.linear
+) -> tuple[ProductKernel, ...]:
     """Return the products for every weight, in order of preference.
 
-    `kernels` are those of the recipe, by operation. This is the one place that decides the order: a
-    recipe that needs the same sums for any number of rows gets a list without alternatives here.
+    `kernels` are those of the recipe, by operation. `multiply` computes all others. Without kernels
+    it computes every product, so that the number of rows changes no sum.
     """
     found: list[ProductKernel] = []
     if "fp8_linear" in kernels:
@@ -320,7 +328,7 @@ def preference(kernels: Mapping[str, Any]) -> tuple[ProductKernel, ...]:
         found.append(Skinny(kernels["skinny_linear"]))
     if "added_linear" in kernels:
         found.append(AddedLibrary(kernels["added_linear"]))
-    return (*found, *LIBRARY)
+    return (*found, Library(multiply), Dequantised(multiply))
 
 
 def first_that_fits(

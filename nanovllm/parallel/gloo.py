@@ -20,7 +20,11 @@ from nanovllm.parallel.places import RankLostError
 
 @dataclass(frozen=True, slots=True)
 class GlooMesh(Mesh):
-    """Collectives through gloo. All ranks get the same bits, so they decide alike."""
+    """Collectives through gloo. All ranks get the same bits, so they decide alike.
+
+    Decision: sums over ranks are in the order of ranks. In gloo's own sum, the order of a number's
+    terms depends on its place in the tensor, and so on the other requests of a step.
+    """
 
     rendezvous: str = ""  # path of a file that does not exist yet
     # A ProcessGroupGloo once connected. Torch's stubs lack its options and operations.
@@ -37,10 +41,12 @@ class GlooMesh(Mesh):
             self.backend.append(gloo(store, self.rank, self.size, options))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if self.tp_size > 1:
-            with connection_errors():
-                self.backend[0].allreduce([x]).wait()
-        return x
+        if self.tp_size == 1:
+            return x
+        total, *others = self.gather(x)
+        for other in others:
+            total = total + other
+        return x.copy_(total)
 
     def gather(self, x: Tensor) -> Tensor:
         shares = [torch.empty_like(x) for _ in range(self.size)]
@@ -52,7 +58,10 @@ class GlooMesh(Mesh):
         found_ITD = torch.empty_like(parts_ITD)
         with connection_errors():
             self.backend[0].alltoall_base(found_ITD, parts_ITD.contiguous(), [], []).wait()
-        return found_ITD.sum(0)
+        total_TD = found_ITD[0]
+        for part_TD in found_ITD[1:]:
+            total_TD = total_TD + part_TD
+        return total_TD
 
     def least(self, count: int) -> int:
         options: Any = distributed.AllreduceOptions()

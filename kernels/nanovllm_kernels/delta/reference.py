@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm_kernels.activations import sigmoid, silu, softplus
+
 L2_EPS = 1e-6  # added to the sum of squares of a query or key
 
 
@@ -125,14 +127,14 @@ def conv_rows(
         inputs_CL = torch.cat([conv_NCW[slot], x_TC[start:end].T.to(conv_NCW.dtype)], dim=1)
         conv_NCW[slot] = inputs_CL[:, end - start :]
         windows = inputs_CL.float().unfold(1, before + 1, 1)
-        y_TC[start:end] = F.silu((windows * weight_CW.float()[:, None]).sum(-1)).T.to(x_TC.dtype)
+        y_TC[start:end] = silu((windows * weight_CW.float()[:, None]).sum(-1)).T.to(x_TC.dtype)
     return y_TC
 
 
 def gates(a_TH: Tensor, b_TH: Tensor, a_log_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:
     """Return float32 g_TH, logarithms of the state's decay, and beta_TH, factors of the updates."""
-    g_TH = -a_log_H.float().exp() * F.softplus(a_TH.float() + dt_bias_H.float())
-    return g_TH, b_TH.float().sigmoid()
+    g_TH = -a_log_H.float().exp() * softplus(a_TH.float() + dt_bias_H.float())
+    return g_TH, sigmoid(b_TH.float())
 
 
 def delta_rows(
@@ -172,4 +174,4 @@ def gated_norm(o_THV: Tensor, z_THV: Tensor, weight_V: Tensor, eps: float) -> Te
     """Return x_THV: RMSNorm of each head, times SiLU of the gate."""
     o = o_THV.float()
     o = (o * torch.rsqrt(o.square().mean(-1, keepdim=True) + eps)).to(o_THV.dtype) * weight_V
-    return (o.float() * F.silu(z_THV.float())).to(o_THV.dtype)
+    return (o.float() * silu(z_THV.float())).to(o_THV.dtype)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nanovllm_kernels.activations import silu
 from nanovllm_kernels.compile_cache import Job
 from nanovllm_kernels.experts.route_reference import ExpertRows
 from nanovllm_kernels.fp8_reference import Scaled
@@ -39,6 +40,7 @@ def expert_gate_up(
     scale_EXX: Tensor | None,
     rows: ExpertRows,
     num_chosen: int,
+    multiply: Callable[[Tensor, Tensor], Tensor] = functional.linear,
 ) -> Tensor:
     """Return y_XF = silu(gate) * up for sorted rows. Rows of other ranks' experts are not written.
 
@@ -48,19 +50,24 @@ def expert_gate_up(
     for expert, start, end in used(rows):
         x_XD = x_TD[rows.pair_of_X[start:end].long() // num_chosen]
         weight_XD = whole(gate_up_E2FD, scale_EXX, expert, 2)
-        gate_XF, up_XF = functional.linear(x_XD.to(weight_XD.dtype), weight_XD).chunk(2, -1)
-        y_XF[start:end] = (functional.silu(gate_XF) * up_XF).to(y_XF.dtype)
+        gate_XF, up_XF = multiply(x_XD.to(weight_XD.dtype), weight_XD).chunk(2, -1)
+        y_XF[start:end] = (silu(gate_XF) * up_XF).to(y_XF.dtype)
     return y_XF
 
 
 def expert_down(
-    y_XF: Tensor, down_EDF: Tensor, scale_EXX: Tensor | None, rows: ExpertRows, num_chosen: int
+    y_XF: Tensor,
+    down_EDF: Tensor,
+    scale_EXX: Tensor | None,
+    rows: ExpertRows,
+    num_chosen: int,
+    multiply: Callable[[Tensor, Tensor], Tensor] = functional.linear,
 ) -> Tensor:
     """Return y_XD of sorted rows. Rows of other ranks' experts are not written."""
     y_XD = y_XF.new_empty(len(y_XF), down_EDF.shape[1])
     for expert, start, end in used(rows):
         weight_DF = whole(down_EDF, scale_EXX, expert, 1)
-        product_XD = functional.linear(y_XF[start:end].to(weight_DF.dtype), weight_DF)
+        product_XD = multiply(y_XF[start:end].to(weight_DF.dtype), weight_DF)
         y_XD[start:end] = product_XD.to(y_XD.dtype)
     return y_XD
 

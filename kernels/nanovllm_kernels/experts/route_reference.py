@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm_kernels.activations import sigmoid
 from nanovllm_kernels.sampling.reference import mix, shift_right, stream_keys, uniforms
 
 Uniform = tuple[Tensor, Tensor, int]  # slots_T, positions_T, the number of the layer
@@ -95,9 +96,9 @@ def route(
     logits_TE = logits_TE.float()
     shared_T1 = torch.ones_like(logits_TE[:, :1])
     if rule.shared == "gated":
-        logits_TE, shared_T1 = logits_TE[:, :-1], logits_TE[:, -1:].sigmoid()
+        logits_TE, shared_T1 = logits_TE[:, :-1], sigmoid(logits_TE[:, -1:])
     num_experts = logits_TE.shape[1]
-    scores_TE = logits_TE.sigmoid() if rule.score == "sigmoid" else logits_TE.softmax(-1)
+    scores_TE = sigmoid(logits_TE) if rule.score == "sigmoid" else logits_TE.softmax(-1)
     if uniform is not None:
         slots_T, positions_T, layer = uniform
         experts_E = layer * num_experts + torch.arange(num_experts, device=logits_TE.device)

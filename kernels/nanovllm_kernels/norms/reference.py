@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm_kernels.activations import sigmoid, silu
 from nanovllm_kernels.fp8_reference import FP8, LARGEST
 
 
@@ -39,11 +39,11 @@ def summed(x: Tensor) -> Tensor:
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
-    return F.silu(gate_TF) * up_TF
+    return silu(gate_TF) * up_TF
 
 
 def sigmoid_mul(gate: Tensor, x_TF: Tensor) -> Tensor:
-    return x_TF * summed(gate).sigmoid().to(x_TF.dtype)
+    return x_TF * sigmoid(summed(gate)).to(x_TF.dtype)
 
 
 class Ranks(Protocol):

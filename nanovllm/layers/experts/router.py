@@ -18,7 +18,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from nanovllm_kernels.norms.reference import summed
 from torch import Tensor
 
@@ -54,7 +53,8 @@ class Router(Linear):
     def _choose(self, num_rows: int) -> Implementation:
         if num_rows >= LEAST_ROWS and self.weight.device.type != "cpu":
             return Implementation("parts", lambda x_TD, _: by_parts(x_TD, self.parts_IED))
-        return Implementation("library", lambda x, weight: F.linear(x.to(weight.dtype), weight))
+        multiply = self.ops.multiply
+        return Implementation("library", lambda x, weight: multiply(x.to(weight.dtype), weight))
 
     def after_load(self) -> None:
         """Compute the parts. There may be fewer than MOST_PARTS."""

@@ -5,6 +5,7 @@ A shared expert of the same width as the routed experts is one of them; see moe.
 
 from __future__ import annotations
 
+from nanovllm_kernels.activations import sigmoid
 from nanovllm_kernels.fp8_reference import Quantised
 from nanovllm_kernels.norms.reference import summed
 from torch import Tensor
@@ -23,7 +24,7 @@ class SharedExpert(MLP):
         """
         y_TF, stream = self.gate_up(stream)
         if gate_T1 is not None:
-            y_TF = scaled(y_TF, gate_T1.sigmoid())
+            y_TF = scaled(y_TF, sigmoid(gate_T1))
         if self.down.mesh.tp_size > 1:
             return self.down.product(y_TF), stream
         after = self.down(y_TF, stream)

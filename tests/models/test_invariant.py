@@ -1,0 +1,152 @@
+"""`kernels.invariant`: logits of a request are bit-equal whatever the engine does besides.
+
+Each way of serving must give the bits of the request alone. So must a prefill of the request's own
+text, which is what training on a server's logprobs needs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from nanovllm.config import Config, ConfigError, Kernels, Speculate
+from nanovllm.layers.kernels import select_ops
+from nanovllm.wire import Sampling, TokenLogprobs
+from tests.engine.test_ranks import cut, ranked
+from tests.models.steps import CPU
+from tests.models.tiny import CASES, TOLD, config_of, make_tiny
+from tests.whole_engine import WholeEngine
+
+NUM_NEW = 24
+SAMPLINGS = (
+    Sampling(temperature=0.0, logprobs=4),
+    Sampling(temperature=0.9, seed=7, logprobs=4),
+    Sampling(temperature=0.7, top_p=0.9, seed=11, repetition_penalty=1.3, logprobs=4),
+)
+Found = list[TokenLogprobs]
+WAYS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "chunks of 8 tokens": dict(step_tokens=8),
+    "a cache that is too small": dict(pages=40, prefix=False),
+    "drafts": dict(speculate=Speculate(method="ngram", tokens=3)),
+}
+
+
+def prompts() -> list[list[int]]:
+    """Return prompts of several lengths. Two share their first 21 tokens."""
+    draw = np.random.default_rng(5)
+    found = [draw.integers(0, 200, length).tolist() for length in (1, 37, 16, 70, 33)]
+    return [*found, found[3][:21] + found[2]]
+
+
+def invariant(config: Config) -> Config:
+    return replace(config, recipe=replace(config.recipe, kernels=Kernels(invariant=True)))
+
+
+def served(
+    config: Config,
+    requests: list[list[int]],
+    num_new: int = NUM_NEW,
+    **how: Any,
+) -> list[Found]:
+    """Return the logprobs of each request, all of which are submitted at once."""
+    engine = WholeEngine(config, **how)
+    for name, prompt in enumerate(requests):
+        engine.submit(name, prompt, num_new, SAMPLINGS[name % len(SAMPLINGS)])
+    engine.run()
+    return [bits(engine.logprobs[name]) for name in range(len(requests))]
+
+
+def bits(found: Found) -> Found:
+    """Return the logprobs without the request's number."""
+    return [replace(one, request_id=0) for one in found]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", TOLD)
+def test_every_way_of_serving_gives_the_bits_of_a_request_alone(
+    case: str, dtype: str, tmp_path: Path
+) -> None:
+    family, overrides = CASES[case]
+    make_tiny(tmp_path, family, **overrides)
+    config = invariant(config_of(tmp_path))
+    config = replace(config, recipe=replace(config.recipe, dtype=dtype))
+    requests = prompts()
+    alone = []
+    for name, prompt in enumerate(requests):
+        engine = WholeEngine(config)
+        engine.submit(0, prompt, NUM_NEW, SAMPLINGS[name % len(SAMPLINGS)])
+        engine.run()
+        alone.append(bits(engine.logprobs[0]))
+    for way, how in WAYS.items():
+        assert served(config, requests, **how) == alone, way
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_logprobs_equal_those_of_a_prefill_over_the_same_text(case: str, tmp_path: Path) -> None:
+    """A trainer computes the whole text at once, and must get the bits that the server sent."""
+    family, overrides = CASES[case]
+    make_tiny(tmp_path, family, **overrides)
+    config = invariant(config_of(tmp_path))
+    requests = prompts()[1:4]
+    sent = served(config, requests)
+    texts = [
+        prompt + [one.token_id for one in found[:count]]
+        for prompt, found in zip(requests, sent, strict=True)
+        for count in range(NUM_NEW)
+    ]
+    engine = WholeEngine(config, pages=2000, step_tokens=512, prefix=False)
+    for name, text in enumerate(texts):
+        engine.submit(name, text, 1, replace(SAMPLINGS[0], logprobs=4))
+    engine.run()
+    for name in range(len(texts)):
+        request, count = divmod(name, NUM_NEW)
+        (one,) = engine.logprobs[name]
+        expected = sent[request][count]
+        assert (one.top_ids, one.top_logprobs) == (expected.top_ids, expected.top_logprobs)
+
+
+@pytest.mark.parametrize(
+    ("case", "tp", "ep"),
+    [
+        ("qwen3 gqa 1, head_dim 24", 2, 1),
+        ("qwen3 gqa 1, head_dim 24", 4, 1),
+        ("minimax_m2 5, top 1", 4, 1),
+        ("deepseek_v3 tied", 2, 2),
+    ],
+)
+def test_ranks_give_the_bits_of_a_request_alone(
+    case: str, tp: int, ep: int, tmp_path: Path
+) -> None:
+    """Sums over ranks are in the order of ranks, wherever a request's rows are in a step."""
+    family, overrides = CASES[case]
+    make_tiny(tmp_path, family, **overrides)
+    config = cut(invariant(config_of(tmp_path)), tp, ep)
+    requests = prompts()[:4]
+
+    def found(some: list[int], folder: str) -> list[Found]:
+        (tmp_path / folder).mkdir()
+        with ranked(config, tp, tmp_path / folder, step_tokens=16) as engine:
+            for name in some:
+                engine.submit(name, requests[name], 8, SAMPLINGS[name % len(SAMPLINGS)])
+            engine.run()
+            return [bits(engine.logprobs[name]) for name in some]
+
+    alone = [found([name], f"alone {name}")[0] for name in range(len(requests))]
+    assert found([*range(len(requests))], "together") == alone
+
+
+def test_what_cannot_be_invariant_is_refused_by_name() -> None:
+    gpu = torch.device("cuda")
+    with pytest.raises(ConfigError, match=r"^kernels\.invariant is true, which needs device cpu; "):
+        select_ops(Kernels(invariant=True), gpu)
+    for name, kind in (("silu_mul", "compile"), ("attention", "triton"), ("experts", "cute")):
+        asked = Kernels(**{name: kind}, invariant=True)
+        expected = f"kernels.{name} is {kind}, but kernels.invariant needs torch"
+        with pytest.raises(ConfigError, match=f"^{expected}$"):
+            select_ops(asked, CPU)
