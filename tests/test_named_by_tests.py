@@ -23,6 +23,11 @@ DRIVEN_BY = {
         nanovllm/runner/batch.py nanovllm/runner/runner.py""",
     "tests/end_to_end/test_replicas.py": "nanovllm/server/metrics_page.py",
     "tests/attention/test_choose.py": "nanovllm/attention/__init__.py",
+    "tests/models/test_invariant.py": "nanovllm/attention/invariant.py",
+    "tests/kernels/test_invariant.py": """
+        kernels/nanovllm_kernels/activations.py
+        kernels/nanovllm_kernels/attention/invariant.py
+        kernels/nanovllm_kernels/products/invariant.py""",
     "tests/attention/test_torch_ref.py": "nanovllm/attention/grouped.py",
     "tests/spec/test_drafters.py": """
         nanovllm/spec/__init__.py nanovllm/spec/base.py nanovllm/spec/ngram.py

@@ -239,8 +239,8 @@ SERVERS: Table = {
                  "`auto` chooses every kernel; a recipe's `kernels` overrides it"),
         never("compilation-config optimization-level -O* -cc *torch-compile* jit-monitor-* "
               "performance-mode", "torch.compile is not used; graphs are captured"),
-        never("enable-deterministic-inference rl-on-policy-target",
-              "the same seed gives the same text on a CPU; on a GPU the batch can change it"),
+        use("enable-deterministic-inference rl-on-policy-target", "--set kernels.invariant=true",
+            "on a CPU; on a GPU the batch can change a text"),
         use("device", "--device {NAME}", "auto, cuda or cpu"),
     ),
     "Speculative decoding": (
