@@ -86,10 +86,11 @@ class Stopwatch:
     def started(self, num_cached: int) -> None:
         self.sample.cached_tokens = num_cached
 
-    def tokens(self, token_ids: Sequence[int]) -> None:
+    def tokens(self, token_ids: Sequence[int]) -> bool:
         self.sample.stamps.append(time.perf_counter())
         self.sample.output_tokens += len(token_ids)
         self.sample.counts.append(self.sample.output_tokens)
+        return False
 
     def logprobs(self, entry: TokenLogprobs) -> None:
         raise AssertionError("nobody asked for logprobs")

@@ -47,7 +47,9 @@ class Sink(Protocol):
         """Take the log-probabilities of a token, before the `tokens` call with that token."""
         ...
 
-    def tokens(self, token_ids: Sequence[int]) -> None: ...
+    def tokens(self, token_ids: Sequence[int]) -> bool:
+        """Take a step's tokens. Return True if the request is to be aborted."""
+        ...
 
     def finish(self, finish: Finish) -> None: ...
 
@@ -210,7 +212,8 @@ class EngineClient:
                 continue  # aborted, but the engine has not received the abort yet
             sink, stream = receivers
             try:
-                sink.tokens(tokens[begin:end])
+                if sink.tokens(tokens[begin:end]):
+                    self.abort(request_id)
             except Exception:
                 self._failed(request_id, stream)
             touched[stream] = None

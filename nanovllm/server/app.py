@@ -219,7 +219,7 @@ class App:
             await stream.run(receive)
         finally:
             self._streams.discard(stream)
-            route.done(stream)
+            route.done(stream.tally.num_cached)
             log.info("request %s", stream.summary)
 
     async def _prepared(self, scope: Scope, receive: Receive) -> tuple[ChatRequest, Prompt]:

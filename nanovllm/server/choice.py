@@ -49,7 +49,7 @@ REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 class Choice:
     """Sink of one engine request, which turns its tokens into text and the text into events.
 
-    After each step the stream reads `reason`, `failure` and `is_cut`.
+    After each step the stream reads `reason` and `failure`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Choice:
         self._writer = writer
         self.reason = ""  # finish reason; "" = running
         self.failure: ApiError | None = None
-        self.is_cut = False  # a stop string ended the text, so the engine must not continue
+        self._is_cut = False  # a stop string ended the text
         self._request = request
         self._prompt_ids = prompt.ids if request.return_token_ids else []
         self._tally = tally
@@ -106,18 +106,20 @@ class Choice:
         ]
         self._logprobs.append(TokenLogprob(*self._shown(entry.token_id, entry.logprob), tops))
 
-    def tokens(self, token_ids: Sequence[int]) -> None:
-        """Take a step's tokens. They are parsed one by one and written together."""
+    def tokens(self, token_ids: Sequence[int]) -> bool:
+        """Take a step's tokens, which are parsed one by one and written together.
+
+        Return True if a stop string ended the text, so that the engine must not continue.
+        """
         self._due_at = max(self._due_at, self._counts.tokens + len(token_ids))
         for token_id in token_ids:
             if not self.reason:  # otherwise a stop string came before
                 self._token(token_id)
         if self._waiting:
             self._write([])
+        return self._is_cut
 
     def finish(self, finish: Finish) -> None:
-        if self.reason:  # a stop string came before
-            return
         if finish.reason in FAILURES:
             self.reason = "error"
             text, code = FAILURES[finish.reason]
@@ -158,7 +160,7 @@ class Choice:
         if text:
             self._write(self._parser.feed(text))
         if is_stopped:
-            self.is_cut = True
+            self._is_cut = True
             self._end("stop")
 
     def _end(self, reason: str) -> None:
@@ -166,7 +168,7 @@ class Choice:
         if self._stops is not None and (text := self._stops.finish()):
             self._write(self._parser.feed(text))
         self._write(self._parser.finish(), is_last=True)
-        is_open = self.is_cut and self._parser.is_amid_call
+        is_open = self._is_cut and self._parser.is_amid_call
         is_named = self._request.choice_of_tools.is_named
         if reason == "stop" and self._writer.num_calls and not is_named and not is_open:
             reason = "tool_calls"  # as with OpenAI, only if the model was free to call

@@ -20,7 +20,6 @@ from nanovllm.server.errors import ApiError
 from nanovllm.server.metrics import Metrics, Seen
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.router import RequestRouter, Routed
-from nanovllm.server.stream import Stream
 from nanovllm.server.template import Prompt
 from nanovllm.wire import Ready
 
@@ -40,8 +39,8 @@ class Route:
     def sent(self) -> None:
         """Record that the engine has the request."""
 
-    def done(self, stream: Stream) -> None:
-        """Record that the request is over."""
+    def done(self, num_cached: int | None) -> None:
+        """Record that the request is over. `num_cached` is None if it never started."""
 
 
 class ChosenRoute(Route):
@@ -57,8 +56,8 @@ class ChosenRoute(Route):
     def sent(self) -> None:
         self._router.sent(self._routed)
 
-    def done(self, stream: Stream) -> None:
-        self._router.done(self._routed, stream.tally.num_cached)
+    def done(self, num_cached: int | None) -> None:
+        self._router.done(self._routed, num_cached)
 
 
 class Engines:

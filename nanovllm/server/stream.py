@@ -169,8 +169,6 @@ class Stream:
             num_tokens += counts.tokens
             num_open += not choice.reason
             self.failure = self.failure or choice.failure
-            if choice.is_cut:
-                self._client.abort(choice.message.request_id)
         if num_tokens != self.num_tokens:
             self._measure(num_tokens)
         for writer in self._counted:

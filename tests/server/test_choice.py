@@ -48,6 +48,7 @@ class Made(Stream):
             quiet_s=1,
         )
         self.request = request
+        self.is_aborted = False
 
     @property
     def text(self) -> str:
@@ -69,16 +70,15 @@ def answered(steps, *, reason=FinishReason.STOP, **fields) -> Made:
     session = opened(**fields)
     (choice,) = session.choices
     for ids in steps:
-        if session.engine.aborted:
-            return session
         if session.request.logprobs:
             for token_id in ids:
                 choice.logprobs(TokenLogprobs(1, token_id, -1.0, [], []))
-        choice.tokens(ids)
+        session.is_aborted = choice.tokens(ids)
         session.flush()
-    if not session.engine.aborted:
-        choice.finish(Finish(1, reason))
-        session.flush()
+        if session.is_aborted:
+            return session
+    choice.finish(Finish(1, reason))
+    session.flush()
     return session
 
 
@@ -154,9 +154,9 @@ def test_grouping_and_streaming_change_nothing(text, options, data) -> None:
         [*groups[:-1], [*(groups[-1] if groups else []), END]], stream=True, **options
     )
     assert message_of(grouped) == whole
-    assert grouped.usage() == by_token.usage()
-    assert grouped.aborted == by_token.engine.aborted
-    if not by_token.engine.aborted:
+    assert grouped.tally.usage() == by_token.tally.usage()
+    assert grouped.is_aborted == by_token.is_aborted
+    if not by_token.is_aborted:
         assert by_token.num_tokens == len(ids) + 1
     if options.get("logprobs") and options.get("include_reasoning") is not False:
         assert whole[4] == by_token.num_tokens

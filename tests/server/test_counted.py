@@ -93,9 +93,8 @@ def test_what_it_says_is_what_other_streams_say(text, options, data) -> None:
             choice.finish(Finish(1, FinishReason.STOP))
         session.flush()
     check(session)
-    session.peer.text = "".join(
-        f"{event}\n\n" for event in session.text.split("\n\n") if '"choices":[]' not in event
-    )
+    events = session.text.split("\n\n")
+    session.peer.text = "\n\n".join(event for event in events if '"choices":[]' not in event)
     assert message_of(session) == message_of(usual)
     assert session.tally.usage() == usual.tally.usage()
 

@@ -27,17 +27,17 @@ PROMPT = Prompt(list(range(100, 180)), "")  # 4 full pages of 16, and a rest
 
 
 class Notes:
-    """A sink, which also stands in for the session of its request."""
+    """A sink, which is also its own group."""
 
     def __init__(self) -> None:
-        self.was_lost = self.is_started = False
-        self.num_cached = 0
+        self.was_lost = False
+        self.num_cached: int | None = None
 
     def lost(self) -> None:
         self.was_lost = True
 
     def started(self, num_cached: int) -> None:
-        self.is_started, self.num_cached = True, num_cached
+        self.num_cached = num_cached
 
     def flush(self) -> None: ...
 
@@ -64,7 +64,7 @@ def at_of(engines: Engines, route: Route) -> int:
 
 def send(route: Route, sink: Any) -> None:
     message = Generate(route.client.new_id(), b"\0\0\0\0", 9, [], Sampling())
-    route.client.submit(message, sink)
+    route.client.submit(message, sink, sink)
     route.sent()
 
 
@@ -99,8 +99,8 @@ def test_requests_in_flight_and_prefixes_decide(fakes: list[FakeEngine]) -> None
         assert at_of(engines, other) == 1 - here and other.metrics is engines.metrics[1 - here]
         # 64 cached tokens, half shared with a request in flight, outweigh one request of 20.
         assert at_of(engines, engines.route(request(), PROMPT)) == here
-        await eventually(lambda: sink.is_started)
-        first.done(sink)  # type: ignore[arg-type]
+        await eventually(lambda: sink.num_cached is not None)
+        first.done(sink.num_cached)
         send(engines.route(request(), PROMPT), Notes())
         assert first.client.num_open == 2
         others = [request(), request(cache_salt="x")]
@@ -260,6 +260,6 @@ def test_with_one_engine_nothing_is_chosen(fakes: list[FakeEngine]) -> None:
         route = engines.route(request(user="me"), PROMPT)
         assert route is engines.route(request(), PROMPT) and type(route) is Route
         route.sent()
-        route.done(SimpleNamespace())  # type: ignore[arg-type]
+        route.done(None)
 
     run(fakes[:1], main)
