@@ -23,7 +23,7 @@ QUICK = (
     "sched/",
     "server/parsers/test_families.py",
     "server/test_tag.py",
-    "server/test_chat.py", "server/test_debug_steps.py", "server/test_detokenize.py",
+    "server/test_choice.py", "server/test_debug_steps.py", "server/test_detokenize.py",
     "server/test_metrics.py",
     "server/test_protocol.py", "server/test_served.py", "server/test_small_routes.py",
     "server/test_template.py", "server/test_tool_choice.py", "server/test_unsupported.py",

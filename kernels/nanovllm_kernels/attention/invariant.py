@@ -69,15 +69,15 @@ def attention(
     group = num_heads // num_kv_heads
     # One product for each tile and key head. Its rows are the tile's tokens and the group's heads.
     q_NXGHA = q_THA[tokens_NX].to(dtype).unflatten(2, (num_kv_heads, group)) * scale
-    q_NGYA = q_NXGHA.permute(0, 2, 1, 3, 4).flatten(2, 3).contiguous()
-    best_NGY1 = q_NGYA.new_full((*q_NGYA.shape[:3], 1), -torch.inf)
-    total_NGY1 = torch.zeros_like(best_NGY1)
-    sum_NGYV = q_NGYA.new_zeros(*q_NGYA.shape[:3], width)
+    q_NGXA = q_NXGHA.permute(0, 2, 1, 3, 4).flatten(2, 3).contiguous()
+    best_NGX1 = q_NGXA.new_full((*q_NGXA.shape[:3], 1), -torch.inf)
+    total_NGX1 = torch.zeros_like(best_NGX1)
+    sum_NGXV = q_NGXA.new_zeros(*q_NGXA.shape[:3], width)
     for start in range(0, longest[0] if longest else 0, BLOCK):
         num = sum(length > start for length in longest)
         at_B = torch.arange(start, start + BLOCK, device=q_THA.device)
         seen_NXB = at_B < lengths_NX[:num, :, None]
-        seen_NGYB = seen_NXB.repeat_interleave(group, 1)[:, None]
+        seen_NGXB = seen_NXB.repeat_interleave(group, 1)[:, None]
         cached_NB = at_B < longest_N[order_N[:num], None]
         page_B = (at_B // page_tokens).clamp(max=pages_NM.shape[1] - 1)
         pages_NB = pages_NM[:num, page_B].where(cached_NB, 0)
@@ -85,21 +85,21 @@ def attention(
             each.where(cached_NB[:, :, None, None], 0).to(dtype).transpose(1, 2).contiguous()
             for each in context(pages_NB, (at_B % page_tokens).expand_as(pages_NB))
         )
-        scores_NGYB = multiplied(q_NGYA[:num], k_NGBA.mT).masked_fill(~seen_NGYB, -torch.inf)
-        best = torch.maximum(best_NGY1[:num], scores_NGYB.amax(-1, keepdim=True))
+        scores_NGXB = multiplied(q_NGXA[:num], k_NGBA.mT).masked_fill(~seen_NGXB, -torch.inf)
+        best = torch.maximum(best_NGX1[:num], scores_NGXB.amax(-1, keepdim=True))
         shift = best.where(best > -torch.inf, 0)  # tokens that pad a tile see nothing
-        kept, weights_NGYB = (best_NGY1[:num] - shift).exp(), (scores_NGYB - shift).exp()
-        total_NGY1[:num] = total_NGY1[:num] * kept + weights_NGYB.sum(-1, keepdim=True)
-        sum_NGYV[:num] = sum_NGYV[:num] * kept + multiplied(weights_NGYB, v_NGBV)
-        best_NGY1[:num] = best
-    o_NXHV = (sum_NGYV / total_NGY1).unflatten(2, (TOKENS, group)).transpose(1, 2).flatten(2, 3)
+        kept, weights_NGXB = (best_NGX1[:num] - shift).exp(), (scores_NGXB - shift).exp()
+        total_NGX1[:num] = total_NGX1[:num] * kept + weights_NGXB.sum(-1, keepdim=True)
+        sum_NGXV[:num] = sum_NGXV[:num] * kept + multiplied(weights_NGXB, v_NGBV)
+        best_NGX1[:num] = best
+    o_NXHV = (sum_NGXV / total_NGX1).unflatten(2, (TOKENS, group)).transpose(1, 2).flatten(2, 3)
     o_THV = o_NXHV.new_empty(len(q_THA), num_heads, width)
     is_token_NX = lengths_NX > 0
     o_THV[tokens_NX[is_token_NX]] = o_NXHV[is_token_NX]
     return o_THV
 
 
-def multiplied(a_NGXY: Tensor, b_NGYZ: Tensor) -> Tensor:
+def multiplied(a_NGXX: Tensor, b_NGXX: Tensor) -> Tensor:
     """Return the products of two batches of matrices."""
-    found = torch.bmm(a_NGXY.flatten(0, 1), b_NGYZ.flatten(0, 1))
-    return found.unflatten(0, a_NGXY.shape[:2])
+    found = torch.bmm(a_NGXX.flatten(0, 1), b_NGXX.flatten(0, 1))
+    return found.unflatten(0, a_NGXX.shape[:2])

@@ -181,7 +181,7 @@ def block_fp8_linear(
 
 def block_fp8_gated(x8: Quantised, weight: Scaled, tile: Tile | None = None) -> Quantised:
     """Return the gated y_TF, silu(gate) * up. The gate, half of W's rows, must end with a block."""
-    (x8_TD, x_scale_BT), (w8_ND, w_scale, block_rows) = x8, weight
+    (x8_TD, x_scale_BT), (w8_ND, w_scale, block_rows, _) = x8, weight
     num_rows, num_lines, device = len(x8_TD), len(w8_ND), x8_TD.device
     tile = tile or tile_of(num_rows, num_lines, processors(device), gated=True)
     y8_TF, y_scale_BT = y = empty(num_rows, num_lines // 2, device)
@@ -229,7 +229,7 @@ def block_fp8_experts(
 
 def block_fp8_gated_experts(x8: Quantised, weight: Scaled, rows: Any) -> Quantised:  # noqa: ANN401
     """Return the gated y_XF of rows sorted as for block_fp8_experts. F is a multiple of 128."""
-    (x8_XD, x_scale_BX), (w8_END, w_scale, block_rows) = x8, weight
+    (x8_XD, x_scale_BX), (w8_END, w_scale, block_rows, _) = x8, weight
     kind = GATED_EXPERT_TILES[rows.tile], block_rows, Kind(grouped=True, gated=True)
     y8_XF, y_scale_BX = y = empty(len(x8_XD), w8_END.shape[1] // 2, x8_XD.device)
     given = Given(x_scale_BX, w_scale, y8_XF, *maps_of(rows), y_scale_BX)

@@ -55,8 +55,9 @@ def test_gates_equal_transformers() -> None:
     a, b, a_log, dt_bias = tensors((5, 3), (5, 3), (3,), (3,))
     g, beta = delta.gates(a.bfloat16(), b.bfloat16(), a_log, dt_bias)
     softplus = torch.nn.functional.softplus(a.bfloat16().float() + dt_bias)
-    torch.testing.assert_close(g, -a_log.exp() * softplus, rtol=0, atol=0)
-    torch.testing.assert_close(beta, b.bfloat16().float().sigmoid(), rtol=0, atol=0)
+    # Torch's own functions differ in the last bit, by the place of a number in its tensor.
+    torch.testing.assert_close(g, -a_log.exp() * softplus, rtol=3e-7, atol=0)
+    torch.testing.assert_close(beta, b.bfloat16().float().sigmoid(), rtol=3e-7, atol=0)
 
 
 @pytest.mark.parametrize("width", [2, 4])
