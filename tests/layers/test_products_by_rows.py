@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -48,7 +49,7 @@ def lines_of(name: str, tp: int, changes: tuple[str, ...]) -> Iterator[str]:
     settings = [*changes, f"parallel.tp={tp}", "model.num_layers=4", "load.format=dummy"]
     found = resolved(load_config(str(RECIPES / f"{name}.yaml"), [*settings, "device=cpu"]))
     asked = dict(change.removeprefix("kernels.").split("=") for change in changes if "." in change)
-    recipe = replace(found.recipe, kernels=Kernels(gated_linear="torch", **asked))
+    recipe = replace(found.recipe, kernels=msgspec.convert(asked, Kernels))
     dtype = torch.float32 if "dtype=float32" in changes else torch.bfloat16
     gpu = torch.device("cuda")
     found = dataclasses.replace(found, recipe=recipe, device=gpu, dtype=dtype)

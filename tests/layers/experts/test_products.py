@@ -86,7 +86,7 @@ def test_a_gpu_has_kernels_of_its_own(monkeypatch) -> None:
     monkeypatch.setattr(recipe_kernels, "obstacle", lambda _: "it is used on Hopper GPUs only")
     assert (
         recipe_kernels.fastest("experts", cuda),
-        recipe_kernels.fastest("fp8_linear", cuda),
+        recipe_kernels.fastest("gated_linear", cuda),
     ) == ("triton", "torch")
     assert select_ops(Kernels(), cuda).experts is TRITON
     monkeypatch.setattr(recipe_kernels, "obstacle", lambda _: None)
