@@ -21,18 +21,12 @@ from torch import Tensor
 from nanovllm.attention.base import Batch
 from nanovllm.attention.grouped import PagedKV
 from nanovllm.attention.latent import Latents
-from nanovllm.kv.layout import CacheLayout
 
 
 class InvariantTorch:
     def __init__(self, like: PagedKV) -> None:
         """`like` is a cache whose pages are as long as those of every layer."""
         self.page_tokens = like.k_PSGA.shape[1]
-
-    @staticmethod
-    def supports(device: torch.device, layout: CacheLayout, page_tokens: int) -> str | None:
-        """Return None: it can always be used, but a GPU waits for the host in every step."""
-        return None
 
     def bind(self, batch: Batch) -> InvariantAttend:
         tiles = tiles_of(batch.starts_R1, batch.lengths_R, batch.page_table_RM)

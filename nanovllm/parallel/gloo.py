@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -43,10 +44,7 @@ class GlooMesh(Mesh):
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.tp_size == 1:
             return x
-        total, *others = self.gather(x)
-        for other in others:
-            total = total + other
-        return x.copy_(total)
+        return x.copy_(reduce(torch.add, self.gather(x)))
 
     def gather(self, x: Tensor) -> Tensor:
         shares = [torch.empty_like(x) for _ in range(self.size)]
@@ -58,9 +56,7 @@ class GlooMesh(Mesh):
         found_ITD = torch.empty_like(parts_ITD)
         with connection_errors():
             self.backend[0].alltoall_base(found_ITD, parts_ITD.contiguous(), [], []).wait()
-        total_TD = found_ITD[0]
-        for part_TD in found_ITD[1:]:
-            total_TD = total_TD + part_TD
+        total_TD: Tensor = reduce(torch.add, found_ITD)
         return total_TD
 
     def least(self, count: int) -> int:

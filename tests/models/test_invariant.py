@@ -33,15 +33,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "together": {},
     "chunks of 8 tokens": dict(step_tokens=8),
     "a cache that is too small": dict(pages=40, prefix=False),
-    "drafts": dict(speculate=Speculate(method="ngram", tokens=3)),
+    "drafts": dict(speculate=Speculate(method="ngram", tokens=3, min_match=1)),
 }
 
 
 def prompts() -> list[list[int]]:
-    """Return prompts of several lengths. Two share their first 21 tokens."""
+    """Return prompts of several lengths. Two share 21 first tokens, and the last repeats itself."""
     draw = np.random.default_rng(5)
     found = [draw.integers(0, 200, length).tolist() for length in (1, 37, 16, 70, 33)]
-    return [*found, found[3][:21] + found[2]]
+    return [*found, found[3][:21] + found[2], [7, 9, 11, 13] * 6]
 
 
 def invariant(config: Config) -> Config:
@@ -53,13 +53,18 @@ def served(
     requests: list[list[int]],
     num_new: int = NUM_NEW,
     **how: Any,
-) -> list[Found]:
-    """Return the logprobs of each request, all of which are submitted at once."""
+) -> WholeEngine:
+    """Return the engine after it has served the requests, which are submitted at once."""
     engine = WholeEngine(config, **how)
     for name, prompt in enumerate(requests):
         engine.submit(name, prompt, num_new, SAMPLINGS[name % len(SAMPLINGS)])
     engine.run()
-    return [bits(engine.logprobs[name]) for name in range(len(requests))]
+    return engine
+
+
+def found_of(engine: WholeEngine) -> list[Found]:
+    """Return the logprobs of each request, in the order of submission."""
+    return [bits(engine.logprobs[name]) for name in sorted(engine.logprobs)]
 
 
 def bits(found: Found) -> Found:
@@ -83,8 +88,12 @@ def test_every_way_of_serving_gives_the_bits_of_a_request_alone(
         engine.submit(0, prompt, NUM_NEW, SAMPLINGS[name % len(SAMPLINGS)])
         engine.run()
         alone.append(bits(engine.logprobs[0]))
-    for way, how in WAYS.items():
-        assert served(config, requests, **how) == alone, way
+    engines = {way: served(config, requests, **how) for way, how in WAYS.items()}
+    for way, engine in engines.items():
+        assert found_of(engine) == alone, way
+    assert engines["a cache that is too small"].scheduler.snapshot().num_preemptions > 0
+    assert engines["drafts"].scheduler.stats().draft_tokens > 0
+    assert engines["chunks of 8 tokens"].cached[5] > 0
 
 
 @pytest.mark.parametrize("case", TOLD)
@@ -94,7 +103,7 @@ def test_logprobs_equal_those_of_a_prefill_over_the_same_text(case: str, tmp_pat
     make_tiny(tmp_path, family, **overrides)
     config = invariant(config_of(tmp_path))
     requests = prompts()[1:4]
-    sent = served(config, requests)
+    sent = found_of(served(config, requests))
     texts = [
         prompt + [one.token_id for one in found[:count]]
         for prompt, found in zip(requests, sent, strict=True)

@@ -62,10 +62,10 @@ def attention(
     """
     dtype = torch.promote_types(q_THA.dtype, torch.float32)
     num_heads = q_THA.shape[1]
-    longest_N = tiles.lengths_NX.amax(1)
-    order_N = longest_N.argsort(descending=True, stable=True)  # so that each block has a prefix
+    # Longest first, so that each block is of the first tiles.
+    longest_N, order_N = tiles.lengths_NX.amax(1).sort(descending=True, stable=True)
     tokens_NX, lengths_NX = tiles.tokens_NX[order_N], tiles.lengths_NX[order_N]
-    pages_NM, longest = tiles.pages_NM[order_N], longest_N[order_N].tolist()
+    pages_NM, longest = tiles.pages_NM[order_N], longest_N.tolist()
     group = num_heads // num_kv_heads
     # One product for each tile and key head. Its rows are the tile's tokens and the group's heads.
     q_NXGHA = q_THA[tokens_NX].to(dtype).unflatten(2, (num_kv_heads, group)) * scale
@@ -78,7 +78,7 @@ def attention(
         at_B = torch.arange(start, start + BLOCK, device=q_THA.device)
         seen_NXB = at_B < lengths_NX[:num, :, None]
         seen_NGXB = seen_NXB.repeat_interleave(group, 1)[:, None]
-        cached_NB = at_B < longest_N[order_N[:num], None]
+        cached_NB = at_B < longest_N[:num, None]
         page_B = (at_B // page_tokens).clamp(max=pages_NM.shape[1] - 1)
         pages_NB = pages_NM[:num, page_B].where(cached_NB, 0)
         k_NGBA, v_NGBV = (

@@ -148,8 +148,8 @@ def products_for(
 
     The tile is 0 if rows are not sorted. `experts` are those of this rank among all.
 
-    The result decides the order of all sums over an expert's inputs and over a token's experts. A
-    batch-invariant mode (`kernels.invariant`) would return one pair for any `num_pairs` here.
+    The result decides the order of all sums over an expert's inputs and over a token's experts.
+    With `kernels.invariant`, `many` is empty, so it does not depend on `num_pairs`.
     """
     if num_pairs <= kernels.unsorted and experts.count == experts.full:
         return kernels.few, 0
