@@ -129,7 +129,7 @@ class EngineLoop:
 
         `num_compiling` requests wait for their grammar. They count as waiting.
         """
-        if self.scheduler.snapshot().num_waiting + num_compiling < self.max_queue:
+        if self.scheduler.num_waiting + num_compiling < self.max_queue:
             return True
         reason = f"{self.max_queue} requests are already waiting"
         self.refuse(request.request_id, RefusalKind.QUEUE_FULL, reason)

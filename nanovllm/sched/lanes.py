@@ -80,13 +80,17 @@ class Lanes:
         total |= {"num_steps": self._step, "steps_by_tokens": self._steps_by_tokens.copy()}
         return Stats(**total)
 
+    @property
+    def num_waiting(self) -> int:
+        return sum(lane.num_waiting for lane in self.lanes)
+
     def snapshot(self, num_queued: int = 0) -> Snapshot:
         """Return the sum of the lanes' states, with at most `num_queued` waiting requests."""
         parts = [lane.snapshot(num_queued) for lane in self.lanes]
         return Snapshot(
             slots=b"".join(part.slots for part in parts),
             num_running=sum(part.num_running for part in parts),
-            num_waiting=sum(part.num_waiting for part in parts),
+            num_waiting=self.num_waiting,
             num_preemptions=sum(part.num_preemptions for part in parts),
             free=sum(part.free for part in parts),
             cached=sum(part.cached for part in parts),

@@ -35,6 +35,11 @@ class Planner(Protocol):
         """Return True if any request has not ended."""
         ...
 
+    @property
+    def num_waiting(self) -> int:
+        """Return the number of waiting requests."""
+        ...
+
     def request_ids(self) -> list[int]:
         """Return the ids of all requests that have not ended."""
         ...

@@ -125,13 +125,17 @@ class Scheduler:
         events, self.queue.events = self.queue.events, StepOutput()
         return events
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self.queue.waiting)
+
     def snapshot(self, num_queued: int = 0) -> Snapshot:
         """Return the present state, with at most `num_queued` waiting requests."""
         queue, pool = self.queue, self.memory.pool
         return Snapshot(
             slots=self._decoding.owner.tobytes(),
             num_running=queue.num_running,
-            num_waiting=len(queue.waiting),
+            num_waiting=self.num_waiting,
             num_preemptions=queue.num_preemptions,
             free=pool.num_free,
             cached=len(pool.cached),
@@ -160,7 +164,7 @@ class Scheduler:
         reasons = {"capacity": len(queue.waiting) - deferred, "shared_prompt": deferred}
         return Stats(
             num_running=queue.num_running,
-            num_waiting=len(queue.waiting),
+            num_waiting=self.num_waiting,
             waiting_by_reason=reasons,
             kv_usage=self.memory.usage,
             checkpoints=self.memory.checkpoints,
