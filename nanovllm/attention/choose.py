@@ -11,8 +11,8 @@ from nanovllm_kernels.device import is_hopper
 
 from nanovllm.attention import BACKENDS
 from nanovllm.attention.base import AttentionBackend
-from nanovllm.attention.grouped import pageless
-from nanovllm.attention.invariant import InvariantTorch
+from nanovllm.attention.grouped import PagedKV, pageless
+from nanovllm.attention.invariant import InvariantGpu, InvariantTorch
 from nanovllm.config import ConfigError, Kernels
 from nanovllm.kv.layout import CacheKind, CacheLayout
 from nanovllm.registry import resolve
@@ -47,8 +47,7 @@ def choose_backend(
     passed_over: list[str] = []
     like = pageless(layout, page_tokens, dtype)
     if kernels.invariant:
-        chosen = replace(kernels, attention="torch", decode="torch")
-        return InvariantTorch(like), chosen, ""
+        return invariant_backend(kernels, device, layout, like)
     asked = kernels.attention
     known = [name for name in PREFERRED[device.type] if name in BACKENDS]
     for name in known if asked == "auto" else (asked,):
@@ -75,6 +74,33 @@ def choose_backend(
         kind = layout.paged[0].kind
         return backend(like, decode_kernel(kind, decode), kind), chosen, "; ".join(passed_over)
     raise ConfigError(f"kernels.attention: {'; '.join(passed_over)}")
+
+
+def invariant_backend(
+    kernels: Kernels, device: torch.device, layout: CacheLayout, like: PagedKV
+) -> tuple[AttentionBackend, Kernels, str]:
+    """Return the values of choose_backend for kernels.invariant.
+
+    Raise ConfigError if the recipe names a backend, or no invariant one supports the model.
+    """
+    if device.type == "cpu":
+        return InvariantTorch(like), replace(kernels, attention="torch", decode="torch"), ""
+    for name in ("attention", "decode"):
+        if (asked := getattr(kernels, name)) != "auto":
+            raise ConfigError(f"kernels.{name} is {asked}, but kernels.invariant needs auto")
+    if layout.state is not None:
+        raise ConfigError(
+            "kernels.invariant is true, but on a GPU the gated delta rule of recurrent layers "
+            "depends on chunks; use device cpu"
+        )
+    page_tokens = like.k_PSGA.shape[1]
+    if (reason := resolve(BACKENDS, "triton").supports(device, layout, page_tokens)) is not None:
+        raise ConfigError(f"kernels.invariant is true, but {reason}")
+    passed_over = resolve(BACKENDS, "flash").supports(device, layout, page_tokens)
+    name = "triton" if passed_over else "flash"
+    chosen = replace(kernels, attention=name, decode="triton")
+    backend = InvariantGpu(like, layout.paged[0].kind, has_flash=passed_over is None)
+    return backend, chosen, f"flash: {passed_over}" if passed_over else ""
 
 
 def cute_obstacle(

@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from nanovllm_kernels.attention.latent_decode import DECODE as TRITON_DECODE
+from nanovllm_kernels.attention.latent_decode import DECODE as TRITON_DECODE, WHOLE_ROWS
 from nanovllm_kernels.attention.latent_reference import dequantised
 from nanovllm_kernels.attention.paged_decode import DecodeKernel
 from nanovllm_kernels.case import bits
@@ -47,7 +47,8 @@ def bind_latents(batch: Batch, page_tokens: int, kernel: DecodeKernel, *, expand
     )
     if batch.num_decodes == len(batch.lengths_R):
         return decode
-    chunks = Chunks(batch.chunks(), page_tokens, at, expands=expands)
+    portable = kernel if kernel is WHOLE_ROWS else TRITON_DECODE
+    chunks = Chunks(batch.chunks(), page_tokens, at, portable, expands=expands)
     return DecodeAndChunks(decode, chunks, at) if at else chunks
 
 
@@ -107,8 +108,11 @@ def into(out_THA: Tensor, x_HTX: Tensor, matrix_HAX: Tensor) -> None:
 class Chunks:
     """Prompt chunks, whose tokens begin at index `at`. Earlier rows of q_THA are not read."""
 
-    def __init__(self, batch: Batch, page_tokens: int, at: int, *, expands: bool) -> None:
+    def __init__(
+        self, batch: Batch, page_tokens: int, at: int, kernel: DecodeKernel, *, expands: bool
+    ) -> None:
         self.batch, self.page_tokens, self.at, self.expands = batch, page_tokens, at, expands
+        self.kernel = kernel
         self.way: Attend | None = None
 
     def __call__(self, cache: Latents, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
@@ -118,7 +122,7 @@ class Chunks:
             if self.expands and expands_cheaper(self.batch, cache, q_THA):
                 self.way = Expanded(self.batch, self.at, self.page_tokens)
             else:
-                self.way = absorbed_chunks(self.batch, self.at)
+                self.way = absorbed_chunks(self.batch, self.at, self.kernel)
         self.way(cache, q_THA[self.at :], out_THA[self.at :])
         return out_THA
 
@@ -141,7 +145,7 @@ def expands_cheaper(batch: Batch, cache: Latents, q_THA: Tensor) -> bool:
     return expanded < absorbed or sum(new for _, new in rows) > MOST_ABSORBED
 
 
-def absorbed_chunks(batch: Batch, at: int) -> Absorbed:
+def absorbed_chunks(batch: Batch, at: int, kernel: DecodeKernel = TRITON_DECODE) -> Absorbed:
     """Return the absorbed form, with each chunk split into rows of up to GROUP tokens."""
     device, num_rows = batch.lengths_R.device, len(batch.lengths_R)
     known = [chunk.num_tokens for chunk in batch.planned] or [batch.max_new] * num_rows
@@ -156,7 +160,7 @@ def absorbed_chunks(batch: Batch, at: int) -> Absorbed:
     lengths = (batch.lengths_R - counts_R)[of_row] + ends
     starts = torch.cat([starts_R1[:1], starts_R1[of_row] + ends])
     return Absorbed(
-        kernel=TRITON_DECODE,
+        kernel=kernel,
         page_table_RM=batch.page_table_RM[of_row],
         lengths_R=lengths,
         starts_R1=starts,

@@ -87,8 +87,16 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True):
     group="Cases",
     help="Check the kernels that work across N GPUs, and no others.",
 )
+@option(
+    "--invariant",
+    is_flag=True,
+    group="Cases",
+    help="Check the kernels of kernels.invariant instead: a row has the same bits with any others.",
+)
 @json_option
-def check_kernels(names: tuple[str, ...], path: Path | None, quick: bool, tp: int) -> None:
+def check_kernels(
+    names: tuple[str, ...], path: Path | None, quick: bool, tp: int, invariant: bool
+) -> None:
     """Compare every kernel with its plain-torch reference, and time it on a GPU.
 
     Without a GPU, small cases run in Triton's interpreter. Exit code 1: a result is off.
@@ -99,6 +107,8 @@ def check_kernels(names: tuple[str, ...], path: Path | None, quick: bool, tp: in
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if invariant and (tp > 1 or names or quick):
+        raise ConfigError("--invariant checks its own cases on one GPU; give it alone")
     if tp > 1:
         found = across_gpus(tp, names, quick)
     else:
@@ -107,14 +117,16 @@ def check_kernels(names: tuple[str, ...], path: Path | None, quick: bool, tp: in
 
             interpret()
             patch_once()
-        if device.type == "cuda" and not quick:
+        if device.type == "cuda" and not quick and not invariant:
             from nanovllm_kernels.timing import ceilings
 
             limits = ceilings(device)
             click.echo(f"{torch.cuda.get_device_name(device)}: {limits}")
         use_folder(cache_dir())
         kinds = names or [*{**COMPILED, **KERNELS}]
-        if device.type == "cpu" and not names:
+        if invariant:
+            found = rows_apart(device)
+        elif device.type == "cpu" and not names:
             found = on_all_cores(kinds, quick)
         else:
             found = chain.from_iterable(check_one(name, device, limits, quick) for name in kinds)
@@ -134,10 +146,31 @@ def check_kernels(names: tuple[str, ...], path: Path | None, quick: bool, tp: in
         kind="kernels",
         recipe={"model": "none"},
         changed={},
-        workload={"name": "check-kernels", "cases": msgspec.to_builtins(results)},
+        workload={
+            "name": "check-kernels --invariant" if invariant else "check-kernels",
+            "cases": msgspec.to_builtins(results),
+        },
         metrics={"failed": float(failed), "not_checked": float(skipped)} | times(results, limits),
     )
     sys.exit(1 if failed else 0)
+
+
+def rows_apart(device: torch.device) -> Iterator[Result]:
+    """Check that no bit of a row depends on other rows, for the kernels of kernels.invariant."""
+    from nanovllm_kernels.products.invariant import without_workspace
+    from nanovllm_kernels.rows_apart import checks
+
+    if device.type == "cuda":
+        without_workspace()
+    for check in checks(device):
+        base = Result(kernel=check.kernel, case=check.case)
+        try:
+            differing = check.differing()
+        except Exception as error:
+            yield replace(base, problem=f"{type(error).__name__}: {error}")
+            continue
+        text = ", ".join(f"{part.start}:{part.stop}" for part in differing)
+        yield replace(base, worst=0.0, problem=f"other bits in rows {text}" if text else "")
 
 
 def interpret() -> None:

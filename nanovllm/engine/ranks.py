@@ -29,7 +29,7 @@ from nanovllm.experts import ExpertLoad
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.parallel.gloo import GlooMesh
 from nanovllm.parallel.mesh import Mesh
-from nanovllm.parallel.nccl import NcclMesh
+from nanovllm.parallel.nccl import NcclMesh, OrderedMesh
 from nanovllm.parallel.places import Place, num_ranks
 from nanovllm.plan import Int32, LanesPlan, LanesResult, Masks, StepPlan, StepResult, mode_key
 from nanovllm.runner.build import build as build_runner
@@ -221,6 +221,10 @@ def mesh_of(config: Config, place: Place) -> Mesh:
     if place.size == 1:
         return Mesh()
     kind, met = GlooMesh if is_on_cpu else NcclMesh, place.rendezvous
+    if config.recipe.kernels.invariant and not is_on_cpu:
+        kind = OrderedMesh
+        if place.back is not None:
+            raise ConfigError("kernels.invariant is true; on GPUs it needs parallel.ep at most tp")
     if place.back is not None:
         return kind(0, 1, met, ep_size=place.size, lane=place.rank)
     return kind(place.rank, place.size, met, ep_size=asked.ep)

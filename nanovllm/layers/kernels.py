@@ -15,11 +15,18 @@ from typing import Any
 import torch
 from nanovllm_kernels.experts.reference import EXPERTS, expert_down, expert_gate_up
 from nanovllm_kernels.products.gated_linear import obstacle
-from nanovllm_kernels.products.invariant import linear
+from nanovllm_kernels.products.invariant import linear, without_workspace
 
 from nanovllm.config import ConfigError, Kernels
 from nanovllm.layers.ops import Ops
-from nanovllm.layers.products import preference
+from nanovllm.layers.products import (
+    Dequantised,
+    Fp8,
+    Library,
+    ProductKernel,
+    Skinny,
+    preference,
+)
 from nanovllm.registry import resolve
 
 # Implementations of products with weights. torch: products.LIBRARY
@@ -56,6 +63,11 @@ IMPLEMENTATIONS = {
     },
     "tiled": {"fp8_linear": "nanovllm_kernels.products.dense_fp8:TILED_FP8"},
 }
+INVARIANT = {  # of Hopper GPUs, beside those of Triton and the library
+    "skinny_linear": "nanovllm_kernels.products.skinny_linear:ORDERED_LINEAR",
+    "fp8_linear": "nanovllm_kernels.products.dense_fp8:TILED_FP8",
+    "experts": "nanovllm_kernels.experts.grouped_linear:GROUPED",
+}
 OPERATIONS = (*IMPLEMENTATIONS["torch"], *PRODUCTS)
 
 
@@ -84,11 +96,11 @@ def select_ops(kernels: Kernels, device: torch.device) -> Ops:
 def invariant_ops(kernels: Kernels, device: torch.device) -> Ops:
     """Return operations whose result for a row does not depend on the other rows.
 
-    All other operations of the references treat rows apart, in fixed orders. Raise ConfigError if
-    the recipe names an implementation that does not, or the device is a GPU.
+    All other operations treat rows apart, in fixed orders. Raise ConfigError if the recipe names an
+    implementation that does not.
     """
-    if device.type != "cpu":
-        raise ConfigError("kernels.invariant is true, which needs device cpu; GPU kernels lack it")
+    if device.type == "cuda":
+        return invariant_gpu_ops(kernels)
     for name in ("attention", "decode", *OPERATIONS):
         if (asked := getattr(kernels, name)) not in ("auto", "torch"):
             raise ConfigError(f"kernels.{name} is {asked}, but kernels.invariant needs torch")
@@ -99,7 +111,29 @@ def invariant_ops(kernels: Kernels, device: torch.device) -> Ops:
         down=partial(expert_down, multiply=linear),
     )
     chosen["experts"] = chosen["experts"]._replace(few=few)
-    return Ops(**chosen, products=preference({}, linear), multiply=linear)
+    return Ops(**chosen, products=preference({}, linear), multiply=linear, invariant=True)
+
+
+def invariant_gpu_ops(kernels: Kernels) -> Ops:
+    """Return the invariant operations of a GPU. Raise ConfigError if the recipe names others.
+
+    A sum over the inputs of a weight has one order for any number of rows. So no product splits its
+    inputs, and none includes a norm, a gate or an addition, which would round otherwise than apart.
+    """
+    for name in OPERATIONS:
+        if (asked := getattr(kernels, name)) != "auto":
+            raise ConfigError(f"kernels.{name} is {asked}, but kernels.invariant needs auto")
+    without_workspace()
+    names = [name for name in IMPLEMENTATIONS["triton"] if name != "experts"]
+    chosen = {name: resolve(IMPLEMENTATIONS["triton"], name) for name in names}
+    products: list[ProductKernel] = [Library(), Dequantised()]
+    experts = resolve(IMPLEMENTATIONS["triton"], "experts")
+    if obstacle(torch.device("cuda")) is None:
+        fp8, few = (resolve(INVARIANT, name) for name in ("fp8_linear", "skinny_linear"))
+        products = [Fp8(fp8), Skinny(few), *products]
+        experts = experts._replace(many=(resolve(INVARIANT, "experts"),))
+    experts = experts._replace(norm_router=None, down_combine=None)
+    return Ops(**chosen, experts=experts, products=tuple(products), invariant=True)
 
 
 def compiled(operation: str, device: torch.device) -> Any:  # noqa: ANN401

@@ -64,6 +64,7 @@ class Ops:
     delta: DeltaKernels = delta_kernels.TORCH
     multiply: Multiply = F.linear  # products without a kernel: run(x_TD, weight_ND) -> y_TN
     products: tuple[ProductKernel, ...] = LIBRARY  # for every weight, in order of preference
+    invariant: bool = False  # no result of a row depends on the other rows
     tables: dict[tuple[object, ...], RowTable] = field(
         init=False, default_factory=dict, compare=False
     )

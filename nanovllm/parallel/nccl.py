@@ -130,3 +130,25 @@ class NcclMesh(Mesh):
         options.reduceOp, options.asyncOp = operation, False
         self.connected[0].nccl.allreduce([x], options)
         return x
+
+
+class OrderedMesh(NcclMesh):
+    """Sums in the order of ranks, for any number of rows (kernels.invariant).
+
+    NCCL's order depends on the size of the message. Our kernels sum in the order of ranks and round
+    once, so a large message is cut into rows that fit their buffers.
+    """
+
+    __slots__ = ()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self.tp_size == 1:
+            return x
+        peers = self.connected[0].peers
+        for piece in x.split(peers.capacity // x[0].nbytes):
+            own.all_reduce(piece, peers)
+        return x
+
+    def peers_for(self, x: Tensor) -> Peers | None:
+        """Return None: an addition in the same kernel would round otherwise than one apart."""
+        return None

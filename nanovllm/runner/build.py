@@ -29,6 +29,7 @@ from nanovllm.parallel.places import num_ranks
 from nanovllm.runner.batch import BatchPrep, Slots, StepRows, decode_rows
 from nanovllm.runner.caches import make_caches, states_of
 from nanovllm.runner.graphs import graph_sizes, largest_graph, obstacles, piecewise_sizes
+from nanovllm.runner.invariance import check_products
 from nanovllm.runner.precompile import compile_in_background, jobs_of
 from nanovllm.runner.resolved import Resolved, num_pages_that_fit, resolved
 from nanovllm.runner.room import check_room
@@ -56,6 +57,8 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
     model, device = load(config, found), found.device
     # With a GPU, torch's threads would spin for the next small copy and take cores from others.
     torch.set_num_threads(cpu_threads(found.recipe, model) if device.type == "cpu" else 1)
+    if found.recipe.kernels.invariant and device.type == "cuda":
+        check_products(model, found.dtype)
     loaded = time.perf_counter()
     log.info("sizing the cache, which compiles what the largest steps need")
     runner, recipe = with_caches(found, model)

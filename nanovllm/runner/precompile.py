@@ -58,8 +58,8 @@ def jobs_of(found: Resolved, model: Decoder) -> list[Job]:
         ]
     if kernels.gated_linear == "cute":
         jobs.append(compile_gated.job(dtype, True))
-    if "cute" in (kernels.skinny_linear, kernels.fp8_linear):
-        jobs += products_of(model)
+    if "cute" in (kernels.skinny_linear, kernels.fp8_linear) or kernels.invariant:
+        jobs += products_of(model, ordered=kernels.invariant)
     return jobs + experts_of(model)
 
 
@@ -74,8 +74,11 @@ def experts_of(model: Decoder) -> list[Job]:
     return sorted(found)
 
 
-def products_of(model: Decoder) -> list[Job]:
-    """Return the fused kernels of the model's products for few rows, and fp8 ones for many."""
+def products_of(model: Decoder, *, ordered: bool = False) -> list[Job]:
+    """Return the kernels of the model's products for few rows, and fp8 ones for many.
+
+    `ordered`: without fused operations, as for kernels.invariant.
+    """
     from nanovllm_kernels.products import dense_fp8, skinny_linear
     from nanovllm_kernels.products.skinny_linear import Kind
 
@@ -91,7 +94,7 @@ def products_of(model: Decoder) -> list[Job]:
             case _:
                 continue
         kernels = dense_fp8 if isinstance(module.operand, Scaled) else skinny_linear
-        found |= kernels.compiled_for(module.operand, kind)
+        found |= kernels.compiled_for(module.operand, kind, ordered=ordered)
     return [compiles.job(*of) for of, compiles in sorted(found, key=itemgetter(0))]
 
 

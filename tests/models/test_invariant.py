@@ -152,10 +152,13 @@ def test_ranks_give_the_bits_of_a_request_alone(
 
 def test_what_cannot_be_invariant_is_refused_by_name() -> None:
     gpu = torch.device("cuda")
-    with pytest.raises(ConfigError, match=r"^kernels\.invariant is true, which needs device cpu; "):
-        select_ops(Kernels(invariant=True), gpu)
     for name, kind in (("silu_mul", "compile"), ("attention", "triton"), ("experts", "cute")):
         asked = Kernels(**{name: kind}, invariant=True)
         expected = f"kernels.{name} is {kind}, but kernels.invariant needs torch"
         with pytest.raises(ConfigError, match=f"^{expected}$"):
             select_ops(asked, CPU)
+    for name, kind in (("silu_mul", "torch"), ("skinny_linear", "cute"), ("experts", "cute")):
+        asked = Kernels(**{name: kind}, invariant=True)
+        expected = f"kernels.{name} is {kind}, but kernels.invariant needs auto"
+        with pytest.raises(ConfigError, match=f"^{expected}$"):
+            select_ops(asked, gpu)

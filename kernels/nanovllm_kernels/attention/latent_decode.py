@@ -82,6 +82,18 @@ def plan_decode(lengths_R: Tensor, pages_PSX: Tensor, num_heads: int, width: int
     return plan_lanes(lengths_R, num_tiles, shape.block, shape.per_processor, whole=True)
 
 
+def plan_whole(lengths_R: Tensor, pages_PSX: Tensor, num_heads: int, width: int = 1) -> Tensor:
+    """Return a plan that cuts no row: a lane for each row, which reads its blocks in their order.
+
+    So no bit of a row depends on other rows. A few long rows leave most of the GPU idle.
+    """
+    num_rows, block = len(lengths_R), shape_of(num_heads * width, pages_PSX).block
+    plan_N5 = lengths_R.new_zeros(num_rows, 5)
+    plan_N5[:, 0] = torch.arange(num_rows, device=lengths_R.device)
+    plan_N5[:, 2] = (lengths_R + block - 1) // block
+    return plan_N5
+
+
 def latent_decode(
     q_THX: Tensor,
     rotated_THA: Tensor,
@@ -131,6 +143,7 @@ def latent_decode(
 
 
 DECODE = DecodeKernel(plan_decode, latent_decode, max_width=sys.maxsize)
+WHOLE_ROWS = DecodeKernel(plan_whole, latent_decode, max_width=sys.maxsize)
 
 
 def merge(

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -76,10 +77,15 @@ class Shape(NamedTuple):
 
 
 @cache
-def shape_of(num_features: int, width: int, kind: Kind, num_rows: int) -> Shape | None:
-    """Return the shape, or None if other kernels are faster or W cannot be cut evenly."""
+def shape_of(
+    num_features: int, width: int, kind: Kind, num_rows: int, *, ordered: bool = False
+) -> Shape | None:
+    """Return the shape, or None if other kernels are faster or W cannot be cut evenly.
+
+    `ordered`: all inputs of a sum are in one slice, so they are added in their order.
+    """
     has_many_rows = num_rows > GROUP_ROWS
-    splits = 1 if num_features >= 8192 else 2 if num_features >= 4096 else 4
+    splits = 1 if num_features >= 8192 or ordered else 2 if num_features >= 4096 else 4
     is_small = has_many_rows and num_features * width < LARGE
     if num_rows > MOST_ROWS or is_small or width % (DEEP * splits):
         return None
@@ -100,8 +106,15 @@ def shape_of(num_features: int, width: int, kind: Kind, num_rows: int) -> Shape 
     return Shape(found, splits, together, 1 + has_many_rows)
 
 
+@dataclass(frozen=True, slots=True)
 class SkinnyLinear:
-    """Kernels of layers.products.Skinny. The first product compiles for a second or two."""
+    """Kernels of layers.products.Skinny. The first product compiles for a second or two.
+
+    `ordered`: sums are in the order of the inputs, as the library's for any number of rows, bit by
+    bit. So there is no norm, which would round otherwise, no gate and no addition.
+    """
+
+    ordered: bool = False
 
     def fits(
         self,
@@ -115,7 +128,9 @@ class SkinnyLinear:
         if num_rows > MOST_ROWS or weight_ND.dtype != torch.bfloat16:
             return False  # early exit: large steps run without a CUDA graph
         kind = Kind(normed, gated, added)
-        return shape_of(*weight_ND.shape, kind, num_rows) is not None
+        if self.ordered and any(kind):
+            return False
+        return shape_of(*weight_ND.shape, kind, num_rows, ordered=self.ordered) is not None
 
     def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor:
         return self._launch(Kind(), x_TD, weight_ND)
@@ -145,7 +160,7 @@ class SkinnyLinear:
         residual_TN: Tensor | None = None,
     ) -> Tensor:
         num_rows, num_features = len(x_TD), len(weight_ND)
-        shape = shape_of(num_features, x_TD.shape[1], kind, num_rows)
+        shape = shape_of(num_features, x_TD.shape[1], kind, num_rows, ordered=self.ordered)
         assert shape is not None and x_TD.stride(1) == weight_ND.stride(1) == 1
         y_TN = residual_TN
         if y_TN is None:
@@ -156,6 +171,7 @@ class SkinnyLinear:
 
 
 SKINNY_LINEAR = SkinnyLinear()
+ORDERED_LINEAR = SkinnyLinear(ordered=True)
 
 
 @CachedCompile
@@ -179,10 +195,12 @@ def compile_product(
 
 
 def compiled_for(
-    weight_ND: Tensor, kind: Kind
+    weight_ND: Tensor, kind: Kind, *, ordered: bool = False
 ) -> set[tuple[tuple[int, ...], CachedCompile[*tuple[int, ...]]]]:
     """Return the compile jobs of a weight, for all row counts: (arguments, function)."""
-    shapes = {shape_of(*weight_ND.shape, kind, n) for n in range(1, MOST_ROWS + 1)}
+    kind = Kind() if ordered else kind
+    counts = range(1, MOST_ROWS + 1)
+    shapes = {shape_of(*weight_ND.shape, kind, n, ordered=ordered) for n in counts}
     return {((*shape, *kind), compile_product) for shape in shapes if shape is not None}
 
 

@@ -51,7 +51,8 @@ class Router(Linear):
             self.register_buffer("parts_IED", parts_IED, persistent=False)
 
     def _choose(self, num_rows: int) -> Implementation:
-        if num_rows >= LEAST_ROWS and self.weight.device.type != "cpu":
+        has_parts = num_rows >= LEAST_ROWS or self.ops.invariant
+        if has_parts and self.weight.device.type != "cpu":
             return Implementation("parts", lambda x_TD, _: by_parts(x_TD, self.parts_IED))
         multiply = self.ops.multiply
         return Implementation("library", lambda x, weight: multiply(x.to(weight.dtype), weight))

@@ -1,0 +1,222 @@
+"""Checks that a row's result has the same bits with any other rows, or in any chunk of a text.
+
+These are the kernels of kernels.invariant. A check computes all rows at once, then some of them
+alone, and compares bit by bit. Without a GPU it runs small sizes in Triton's interpreter. That
+shows errors of indices and of the order of blocks, but not of a GPU's instructions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm_kernels.case import normal
+
+ByRows: TypeAlias = Callable[[slice], Tensor]  # the result of some of all rows
+SIZES = (1, 2, 3, 8, 17, 33, 64, 65, 100, 128, 129, 200, 256, 300, 512, 700)  # of parts
+WEIGHTS = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 2048), (128, 2048))
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    kernel: str
+    case: str
+    num_rows: int
+    run: ByRows
+
+    def differing(self) -> list[slice]:
+        """Return the parts of the rows whose bits differ from those of all rows at once."""
+        whole = self.run(slice(0, self.num_rows))
+        return [part for part in parts_of(self.num_rows) if not self.run(part).equal(whole[part])]
+
+
+def parts_of(num_rows: int) -> list[slice]:
+    """Return parts of many sizes, from the start, the second row, and after the middle."""
+    starts = 0, 1, num_rows // 2 + 3
+    sizes = *SIZES, num_rows - 1
+    return [slice(at, at + n) for n in sizes for at in starts if at + n <= num_rows]
+
+
+def checks(device: torch.device) -> Iterator[Check]:
+    """Yield the checks of all kernels that run on this device."""
+    is_gpu = device.type == "cuda"
+    yield from row_kernels(*(1024, 4096) if is_gpu else (70, 96), device=device)
+    heads = [(32, 8, 128), (16, 2, 256)] if is_gpu else [(4, 2, 32)]
+    for each in heads:
+        yield from attention(each, 1500 if is_gpu else 70, device)
+    yield latent(*(16, 576, 700) if is_gpu else (4, 72, 70), device=device)
+    yield from experts(*(1024, 64, 768, 2048) if is_gpu else (70, 8, 40, 72), device=device)
+    if is_gpu:
+        yield from (check for shape in WEIGHTS for check in linear(*shape, device))
+        yield draws(512, 151936, device)
+
+
+def row_kernels(num_rows: int, width: int, device: torch.device) -> Iterator[Check]:
+    from nanovllm_kernels.norms.activation import sigmoid_mul, silu_mul
+    from nanovllm_kernels.norms.norm import add_rms_norm, rms_norm
+
+    x, more = (normal(device, num_rows, width, dtype=torch.bfloat16, seed=n) for n in range(2))
+    weight = normal(device, width, dtype=torch.bfloat16, seed=2)
+
+    def added(part: slice) -> Tensor:
+        return torch.cat(add_rms_norm(x[part].clone(), more[part].clone(), weight, 1e-6), 1)
+
+    runs: dict[str, ByRows] = {
+        "rms_norm": lambda part: rms_norm(x[part], weight, 1e-6),
+        "add_rms_norm": added,
+        "silu_mul": lambda part: silu_mul(x[part]),
+        "sigmoid_mul": lambda part: sigmoid_mul(x[part], more[part]),
+    }
+    for name, run in runs.items():
+        yield Check(name, f"{num_rows} rows of {width}", num_rows, run)
+
+
+def attention(
+    sizes: tuple[int, int, int], num_tokens: int, device: torch.device, page_tokens: int = 16
+) -> Iterator[Check]:
+    """Yield chunks of one text, whose keys and values are in the cache."""
+    from nanovllm_kernels.attention.paged_prefill import paged_prefill
+
+    heads, kv_heads, width = sizes
+    q = normal(device, num_tokens, heads, width, dtype=torch.bfloat16)
+    pages = -(-num_tokens // page_tokens), page_tokens, kv_heads, width
+    k, v = (normal(device, *pages, dtype=torch.bfloat16, seed=n) for n in (1, 2))
+    table = torch.arange(pages[0], dtype=torch.int32, device=device)[None]
+
+    def portable(part: slice) -> Tensor:
+        starts, lengths = chunk(part, device)
+        return paged_prefill(q[part], k, v, table, starts, lengths, len(q[part]))
+
+    def flash(part: slice) -> Tensor:
+        from nanovllm_kernels.attention.flash_prefill import flash_prefill
+
+        return flash_prefill(q[part], k, v, table, *chunk(part, device))
+
+    case = f"{num_tokens} tokens HGA={sizes} page={page_tokens}"
+    yield Check("paged_prefill", case, num_tokens, portable)
+    if device.type == "cuda":
+        yield Check("flash_prefill", case, num_tokens, flash)
+
+
+def chunk(part: slice, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return starts_R1 and lengths_R of one row, whose newest tokens are `part` of its text."""
+    starts = torch.tensor([0, part.stop - part.start], dtype=torch.int32, device=device)
+    return starts, torch.tensor([part.stop], dtype=torch.int32, device=device)
+
+
+def latent(heads: int, size: int, num_tokens: int, device: torch.device) -> Check:
+    """Return chunks of one text in the latent space, cut into rows of 16 tokens as a layer's."""
+    from nanovllm_kernels.attention.latent_decode import WHOLE_ROWS
+
+    width, rotated, page_tokens = 16, size // 9, 16
+    q = normal(device, num_tokens, heads, size, dtype=torch.bfloat16)
+    q_THX, rotated_THA = q.split((size - rotated, rotated), 2)
+    pages = -(-num_tokens // page_tokens), page_tokens, size
+    pages_PSX = normal(device, *pages, dtype=torch.bfloat16, seed=1)
+    table = torch.arange(pages[0], dtype=torch.int32, device=device)
+
+    def run(part: slice) -> Tensor:
+        ends = [*range(part.start + width, part.stop, width), part.stop]
+        starts = [0, *(end - part.start for end in ends)]
+        lengths_R = torch.tensor(ends, dtype=torch.int32, device=device)
+        return WHOLE_ROWS.attend(
+            q_THX[part],
+            rotated_THA[part],
+            pages_PSX=pages_PSX,
+            page_table_RM=table.expand(len(ends), -1).contiguous(),
+            lengths_R=lengths_R,
+            plan_N5=WHOLE_ROWS.plan(lengths_R, pages_PSX, heads, width),
+            scale=192**-0.5,
+            starts_R1=torch.tensor(starts, dtype=torch.int32, device=device),
+            width=width,
+        )
+
+    return Check("latent_decode", f"{num_tokens} tokens of {heads} x {size}", num_tokens, run)
+
+
+def experts(
+    num_tokens: int, num_experts: int, inner: int, width: int, device: torch.device
+) -> Iterator[Check]:
+    """Yield the routed experts of tokens: with few tokens, and by the kernels for many."""
+    from nanovllm_kernels.experts.combine import combine
+    from nanovllm_kernels.experts.products import FEW_EXPERTS
+    from nanovllm_kernels.experts.reference import ExpertProducts
+    from nanovllm_kernels.experts.rows import sort_rows
+
+    chosen = 4
+    x_TD = normal(device, num_tokens, width, dtype=torch.bfloat16)
+    shapes = (num_experts, 2 * inner, width), (num_experts, width, inner)
+    gate_up, down = (
+        normal(device, *shape, dtype=torch.bfloat16, seed=n).mul_(shape[2] ** -0.5)
+        for n, shape in enumerate(shapes, 1)
+    )
+    scores_TE = normal(device, num_tokens, num_experts, dtype=torch.float32, seed=3).softmax(1)
+    weights_TK, experts_TK = (each[:, :chosen].contiguous() for each in scores_TE.sort(1, True))
+    experts_TK = experts_TK.int()
+
+    def by(many: tuple[ExpertProducts, ...], part: slice) -> Tensor:
+        num_pairs = chosen * len(x_TD[part])
+        fitting = (products for products in many if products.fits(num_pairs, gate_up))
+        products = next(fitting, FEW_EXPERTS)
+        tile = products.tile(num_pairs, num_experts)
+        rows = sort_rows(experts_TK[part], 0, num_experts, tile)
+        y_XF = products.gate_up(x_TD[part], gate_up, None, rows, chosen)
+        y_XD = products.down(y_XF, down, None, rows, chosen)
+        return combine(y_XD, weights_TK[part], rows.row_of_TK)
+
+    case = f"T={num_tokens} K={chosen} E={num_experts} F={inner} D={width}"
+    yield Check("experts", f"{case} triton", num_tokens, lambda part: by((), part))
+    if device.type == "cuda":
+        from nanovllm_kernels.experts.grouped_linear import GROUPED
+
+        yield Check("experts", case, num_tokens, lambda part: by((GROUPED,), part))
+
+
+def linear(num_features: int, width: int, device: torch.device) -> Iterator[Check]:
+    """Yield products of a weight: of few rows by our kernel, of others by the library; and fp8."""
+    from nanovllm_kernels.fp8_reference import BLOCK, FP8
+    from nanovllm_kernels.products.dense_fp8 import TILED_FP8
+    from nanovllm_kernels.products.skinny_linear import ORDERED_LINEAR
+
+    most = 2048
+    x_TD = normal(device, most, width, dtype=torch.bfloat16)
+    weight_ND = normal(device, num_features, width, dtype=torch.bfloat16, seed=1) * width**-0.5
+    blocks = num_features // BLOCK, width // BLOCK
+    scale = normal(device, *blocks, dtype=torch.float32, seed=2).exp()
+
+    def dense(part: slice) -> Tensor:
+        fits = ORDERED_LINEAR.fits(len(x_TD[part]), weight_ND)
+        return (ORDERED_LINEAR.linear if fits else F.linear)(x_TD[part], weight_ND)
+
+    def fp8(part: slice) -> Tensor:
+        values, scales = TILED_FP8.quantise(x_TD[part])
+        return TILED_FP8.product(values, scales, weight_ND.to(FP8), scale, None, BLOCK)
+
+    case = f"N={num_features} D={width}"
+    yield Check("linear", case, most, dense)
+    yield Check("fp8_linear", case, most, fp8)
+
+
+def draws(num_rows: int, vocab: int, device: torch.device) -> Check:
+    """Return tokens drawn at temperature 1 above the threshold of top_p 0.9."""
+    from nanovllm_kernels.sampling.draw import draw
+    from nanovllm_kernels.sampling.thresholds import thresholds
+
+    logits_SV = normal(device, num_rows, vocab, dtype=torch.bfloat16)
+    slots_S = torch.arange(num_rows, device=device)
+    ones_N = torch.ones(num_rows, device=device)
+    top_ks_N = torch.zeros(num_rows, dtype=torch.int32, device=device)
+    off_N = torch.full((num_rows,), -torch.inf, device=device)
+
+    def run(part: slice) -> Tensor:
+        rows = logits_SV[part], slots_S[part]
+        least_S = thresholds(*rows, ones_N, top_ks_N, 0.9 * ones_N, off_N)
+        tokens_S = draw(*rows, slots_S[part] + 100, ones_N, slots_S, least_S)
+        return torch.stack([tokens_S.double(), least_S.double()], 1)
+
+    return Check("draw", f"{num_rows} rows of {vocab}", num_rows, run)

@@ -1,0 +1,62 @@
+"""The check at start that products do not depend on the number of rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from nanovllm_kernels.experts.reference import EXPERTS, expert_down
+from torch import Tensor
+from torch.nn import functional as F
+
+from nanovllm.config import ConfigError, Kernels
+from nanovllm.layers.kernels import select_ops
+from nanovllm.layers.ops import Ops
+from nanovllm.layers.products import preference
+from nanovllm.runner.invariance import check_products
+from tests.models.steps import CPU, load
+from tests.models.tiny import CASES, make_tiny
+
+COUNTS = 1, 3, 17, 40
+INVARIANT = select_ops(Kernels(invariant=True), CPU)
+
+
+def split(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
+    """Multiply as a library does that splits the inputs of products of few rows."""
+    if len(x_TD) > 16:
+        return F.linear(x_TD, weight_ND)
+    half = x_TD.shape[1] // 2
+    return F.linear(x_TD[:, :half], weight_ND[:, :half]) + F.linear(
+        x_TD[:, half:], weight_ND[:, half:]
+    )
+
+
+def check(folder: Path, case: str, ops: Ops) -> None:
+    family, overrides = CASES[case]
+    make_tiny(folder, family, **overrides)
+    check_products(load(folder, ops=ops), torch.float32, COUNTS)
+
+
+@pytest.mark.parametrize("case", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_invariant_products_pass(case: str, tmp_path: Path) -> None:
+    check(tmp_path, case, INVARIANT)
+
+
+def test_a_product_that_splits_its_inputs_is_named(tmp_path: Path) -> None:
+    ops = replace(INVARIANT, products=preference({}, split), multiply=split)
+    text = (
+        r"^kernels\.invariant is true, but the product with \S+ \[\d+, \d+\] has other bits for 1 "
+    )
+    with pytest.raises(ConfigError, match=text + "rows than for 40; leave "):
+        check(tmp_path, "qwen3", ops)
+
+
+def test_experts_that_split_their_inputs_are_named(tmp_path: Path) -> None:
+    few = replace(EXPERTS, gate_up=INVARIANT.experts.few.gate_up)
+    few = replace(few, down=partial(expert_down, multiply=split))
+    ops = replace(INVARIANT, experts=INVARIANT.experts._replace(few=few))
+    with pytest.raises(ConfigError, match=r"the product with layers\.\d+\.\S+ \[\d+, \d+, \d+\] "):
+        check(tmp_path, "qwen3_moe", ops)
