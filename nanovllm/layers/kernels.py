@@ -63,12 +63,14 @@ IMPLEMENTATIONS = {
     },
     "tiled": {"fp8_linear": "nanovllm_kernels.products.dense_fp8:TILED_FP8"},
 }
-INVARIANT = {  # of Hopper GPUs, beside those of Triton and the library
+# On Hopper GPUs, for kernels.invariant, beside those of Triton and the library.
+ORDERED = {
     "skinny_linear": "nanovllm_kernels.products.skinny_linear:ORDERED_LINEAR",
     "fp8_linear": "nanovllm_kernels.products.dense_fp8:TILED_FP8",
     "experts": "nanovllm_kernels.experts.grouped_linear:GROUPED",
 }
 OPERATIONS = (*IMPLEMENTATIONS["torch"], *PRODUCTS)
+GPU = torch.device("cuda")
 
 
 def select_ops(kernels: Kernels, device: torch.device) -> Ops:
@@ -121,17 +123,18 @@ def invariant_gpu_ops(kernels: Kernels) -> Ops:
     inputs, and none includes a norm, a gate or an addition, which would round otherwise than apart.
     """
     for name in OPERATIONS:
-        if (asked := getattr(kernels, name)) != "auto":
-            raise ConfigError(f"kernels.{name} is {asked}, but kernels.invariant needs auto")
+        needed, asked = fastest(name, GPU, invariant=True), getattr(kernels, name)
+        if asked not in ("auto", needed):
+            raise ConfigError(f"kernels.{name} is {asked}, but kernels.invariant needs {needed}")
     without_workspace()
     names = [name for name in IMPLEMENTATIONS["triton"] if name != "experts"]
     chosen = {name: resolve(IMPLEMENTATIONS["triton"], name) for name in names}
     products: list[ProductKernel] = [Library(), Dequantised()]
     experts = resolve(IMPLEMENTATIONS["triton"], "experts")
-    if obstacle(torch.device("cuda")) is None:
-        fp8, few = (resolve(INVARIANT, name) for name in ("fp8_linear", "skinny_linear"))
+    if obstacle(GPU) is None:
+        fp8, few = (resolve(ORDERED, name) for name in ("fp8_linear", "skinny_linear"))
         products = [Fp8(fp8), Skinny(few), *products]
-        experts = experts._replace(many=(resolve(INVARIANT, "experts"),))
+        experts = experts._replace(many=(resolve(ORDERED, "experts"),))
     experts = experts._replace(norm_router=None, down_combine=None)
     return Ops(**chosen, experts=experts, products=tuple(products), invariant=True)
 
@@ -147,8 +150,14 @@ def compiled(operation: str, device: torch.device) -> Any:  # noqa: ANN401
     return torch.compile(resolve(IMPLEMENTATIONS["torch"], operation))
 
 
-def fastest(operation: str, device: torch.device) -> str:
-    """Return the implementation that "auto" means on this device."""
+def fastest(operation: str, device: torch.device, *, invariant: bool = False) -> str:
+    """Return the implementation that "auto" means on this device.
+
+    `invariant`: with kernels.invariant, for which products include no other operation.
+    """
+    if invariant and operation in PRODUCTS:
+        has_kernel = operation in ORDERED and device.type == "cuda" and obstacle(device) is None
+        return ("tiled" if operation == "fp8_linear" else "cute") if has_kernel else "torch"
     if operation in IMPLEMENTATIONS["cute"] and obstacle(device) is None:
         return "cute"
     is_beside = operation not in OPERATIONS  # sampling, batch preparation

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from msgspec.structs import replace
@@ -154,7 +155,8 @@ def without_autos(recipe: Recipe, device: torch.device, dtype: torch.dtype, most
         if on_cpu and getattr(kernels, name) == "triton":
             raise ConfigError(f"kernels.{name} is triton, which needs a GPU; use torch")
     names = (*OPERATIONS, "sample", "batch_prep")
-    chosen = {k: fastest(k, device) for k in names if getattr(kernels, k) == "auto"}
+    best = partial(fastest, device=device, invariant=kernels.invariant)
+    chosen = {name: best(name) for name in names if getattr(kernels, name) == "auto"}
     return replace(
         recipe,
         device=device.type,

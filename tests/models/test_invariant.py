@@ -157,8 +157,12 @@ def test_what_cannot_be_invariant_is_refused_by_name() -> None:
         expected = f"kernels.{name} is {kind}, but kernels.invariant needs torch"
         with pytest.raises(ConfigError, match=f"^{expected}$"):
             select_ops(asked, CPU)
-    for name, kind in (("silu_mul", "torch"), ("skinny_linear", "cute"), ("experts", "cute")):
+    for name, kind, needed in (
+        ("silu_mul", "torch", "triton"),
+        ("gated_linear", "cute", "torch"),
+        ("sliced_linear", "library", "torch"),
+    ):
         asked = Kernels(**{name: kind}, invariant=True)
-        expected = f"kernels.{name} is {kind}, but kernels.invariant needs auto"
+        expected = f"kernels.{name} is {kind}, but kernels.invariant needs {needed}"
         with pytest.raises(ConfigError, match=f"^{expected}$"):
             select_ops(asked, gpu)
