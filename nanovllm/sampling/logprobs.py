@@ -56,8 +56,22 @@ class Logprobs:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the last three fields of SampledLogprobs for the rows at_W."""
         logits_WV = self.shard.whole_rows(logits_SV, at_W).float()
-        total_W1 = logits_WV.logsumexp(-1, keepdim=True)
-        top_WK = logits_WV.topk(most, -1)
+        top_ids_WK = best_ids(logits_WV, most)
+        logprobs_WV = logits_WV.log_softmax(-1)  # logsumexp divides a row by the number of rows
         tokens_W1 = tokens_S[at_W, None].clamp(min=0)  # corrupted rows are dropped later
-        chosen_W = (logits_WV.take_along_dim(tokens_W1, 1) - total_W1)[:, 0]
-        return chosen_W, top_WK.indices, top_WK.values - total_W1
+        chosen_W = logprobs_WV.take_along_dim(tokens_W1, 1)[:, 0]
+        return chosen_W, top_ids_WK, logprobs_WV.take_along_dim(top_ids_WK, 1)
+
+
+def best_ids(logits_WV: Tensor, count: int) -> Tensor:
+    """Return the ids of the largest logits, in descending order. Of equal ones the first is best.
+
+    torch.topk alone returns any of several equal numbers, and which depends on the number of rows.
+    So it gets unique keys: the bits of a float32 in the order of its values, then the id.
+    """
+    bits_WV = logits_WV.view(torch.int32)
+    ordered_WV = bits_WV ^ ((bits_WV >> 31) & 0x7FFFFFFF)
+    last = logits_WV.shape[1] - 1
+    ids_V = torch.arange(last, -1, -1, device=logits_WV.device)
+    keys_WV = (ordered_WV.long() << 32) + ids_V
+    return last - (keys_WV.topk(count, -1).values & 0xFFFFFFFF)
