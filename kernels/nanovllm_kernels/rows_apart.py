@@ -79,7 +79,8 @@ def row_kernels(num_rows: int, width: int, device: torch.device) -> Iterator[Che
 def attention(
     sizes: tuple[int, int, int], num_tokens: int, device: torch.device, page_tokens: int = 16
 ) -> Iterator[Check]:
-    """Yield chunks of one text, whose keys and values are in the cache."""
+    """Yield chunks and decode rows of one text, whose keys and values are in the cache."""
+    from nanovllm_kernels.attention.paged_decode import MAX_WIDTH, WHOLE_ROWS
     from nanovllm_kernels.attention.paged_prefill import paged_prefill
 
     heads, kv_heads, width = sizes
@@ -88,19 +89,22 @@ def attention(
     k, v = (normal(device, *pages, dtype=torch.bfloat16, seed=n) for n in (1, 2))
     table = torch.arange(pages[0], dtype=torch.int32, device=device)[None]
 
-    def portable(part: slice) -> Tensor:
+    def run(part: slice) -> Tensor:
+        """Compute few tokens as a decode row, beside another row, and more as a chunk."""
         starts, lengths = chunk(part, device)
-        return paged_prefill(q[part], k, v, table, starts, lengths, len(q[part]))
+        count = len(q[part])
+        if count > MAX_WIDTH:
+            return paged_prefill(q[part], k, v, table, starts, lengths, count, ordered=True)
+        rows = torch.cat([q[part], q[:1]])
+        starts, lengths = (
+            F.pad(each, (0, 1), value=n) for each, n in ((starts, count + 1), (lengths, 1))
+        )
+        ragged = dict(starts_R1=starts, width=count) if count > 1 else {}
+        plan = WHOLE_ROWS.plan(lengths, k)
+        tables = table.expand(2, -1).contiguous()
+        return WHOLE_ROWS.attend(rows, k, v, tables, lengths, plan, **ragged)[:count]
 
-    def flash(part: slice) -> Tensor:
-        from nanovllm_kernels.attention.flash_prefill import flash_prefill
-
-        return flash_prefill(q[part], k, v, table, *chunk(part, device))
-
-    case = f"{num_tokens} tokens HGA={sizes} page={page_tokens}"
-    yield Check("paged_prefill", case, num_tokens, portable)
-    if device.type == "cuda":
-        yield Check("flash_prefill", case, num_tokens, flash)
+    yield Check("attention", f"{num_tokens} tokens HGA={sizes} page={page_tokens}", num_tokens, run)
 
 
 def chunk(part: slice, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -110,10 +114,13 @@ def chunk(part: slice, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def latent(heads: int, size: int, num_tokens: int, device: torch.device) -> Check:
-    """Return chunks of one text in the latent space, cut into rows of 16 tokens as a layer's."""
+    """Return chunks of one text in the latent space, cut into rows of 16 tokens as a layer's.
+
+    Up to four tokens are a decode row.
+    """
     from nanovllm_kernels.attention.latent_decode import WHOLE_ROWS
 
-    width, rotated, page_tokens = 16, size // 9, 16
+    rotated, page_tokens = size // 9, 16
     q = normal(device, num_tokens, heads, size, dtype=torch.bfloat16)
     q_THX, rotated_THA = q.split((size - rotated, rotated), 2)
     pages = -(-num_tokens // page_tokens), page_tokens, size
@@ -121,10 +128,12 @@ def latent(heads: int, size: int, num_tokens: int, device: torch.device) -> Chec
     table = torch.arange(pages[0], dtype=torch.int32, device=device)
 
     def run(part: slice) -> Tensor:
+        width = 16 if part.stop - part.start > 4 else part.stop - part.start
         ends = [*range(part.start + width, part.stop, width), part.stop]
         starts = [0, *(end - part.start for end in ends)]
         lengths_R = torch.tensor(ends, dtype=torch.int32, device=device)
-        return WHOLE_ROWS.attend(
+        starts_R1 = torch.tensor(starts, dtype=torch.int32, device=device)
+        o_THX: Tensor = WHOLE_ROWS.attend(
             q_THX[part],
             rotated_THA[part],
             pages_PSX=pages_PSX,
@@ -132,9 +141,10 @@ def latent(heads: int, size: int, num_tokens: int, device: torch.device) -> Chec
             lengths_R=lengths_R,
             plan_N5=WHOLE_ROWS.plan(lengths_R, pages_PSX, heads, width),
             scale=192**-0.5,
-            starts_R1=torch.tensor(starts, dtype=torch.int32, device=device),
+            starts_R1=starts_R1 if width > 1 else None,
             width=width,
         )
+        return o_THX
 
     return Check("latent_decode", f"{num_tokens} tokens of {heads} x {size}", num_tokens, run)
 

@@ -96,11 +96,8 @@ def invariant_backend(
     page_tokens = like.k_PSGA.shape[1]
     if (reason := resolve(BACKENDS, "triton").supports(device, layout, page_tokens)) is not None:
         raise ConfigError(f"kernels.invariant is true, but {reason}")
-    passed_over = resolve(BACKENDS, "flash").supports(device, layout, page_tokens)
-    name = "triton" if passed_over else "flash"
-    chosen = replace(kernels, attention=name, decode="triton")
-    backend = InvariantGpu(like, layout.paged[0].kind, has_flash=passed_over is None)
-    return backend, chosen, f"flash: {passed_over}" if passed_over else ""
+    chosen = replace(kernels, attention="triton", decode="triton")
+    return InvariantGpu(like, layout.paged[0].kind), chosen, ""
 
 
 def cute_obstacle(

@@ -3,10 +3,9 @@
 They do not depend on the chunk that the token is in either, so prompts and generated tokens are
 computed alike. On a CPU, the arithmetic is in nanovllm_kernels.attention.invariant.
 
-On a GPU, all rows use the kernel of prompt chunks. It reads a row's keys in blocks that start at
-its first token, in one order, and does not divide them among programs. Decode rows take 8 to 13 %
-longer so than by the kernel that divides them (H100, 64 rows of 1,100 and 256 of 600 tokens). A
-single row of 4,000 tokens takes three times as long.
+On a GPU, kernels read a row's keys in blocks that start at its first token, in one order, and do
+not divide them among programs. The kernel of decode rows and that of prompt chunks do the same
+arithmetic. A single row of 4,000 tokens takes three times as long so, and 64 rows take no longer.
 
 Decision: latent attention is always absorbed. The expanded form is faster for long chunks, but
 rounds differently, and a decode row would have to expand its whole context.
@@ -15,7 +14,7 @@ rounds differently, and a decode row would have to expand its whole context.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from nanovllm_kernels.attention.invariant import QueryTiles, attention, tiles_of
@@ -27,7 +26,6 @@ from torch import Tensor
 from nanovllm.attention.base import Attend, Batch
 from nanovllm.attention.grouped import PagedKV
 from nanovllm.attention.latent import Latents
-from nanovllm.attention.paged import RowsAttend
 from nanovllm.kv.layout import CacheKind
 
 
@@ -42,30 +40,31 @@ class InvariantTorch:
 
 
 class InvariantGpu:
-    def __init__(self, like: PagedKV, kind: CacheKind, *, has_flash: bool) -> None:
-        """`like` is a cache with the shape and dtype of every layer's; its pages do not matter.
-
-        `has_flash`: flash-attn-4 supports such caches.
-        """
+    def __init__(self, like: PagedKV, kind: CacheKind) -> None:
+        """`like` is a cache with the shape and dtype of every layer's; its pages do not matter."""
         self.like, self.kind = like, kind
-        self.has_flash = has_flash and like.k_PSGA.dtype != FP8
 
     def bind(self, batch: Batch) -> Attend:
-        if self.kind == "latent":
-            from nanovllm_kernels.attention.latent_decode import WHOLE_ROWS  # imports Triton
+        from nanovllm_kernels.attention import latent_decode, paged_decode  # imports Triton
 
+        if self.kind == "latent":
             from nanovllm.attention.latent_rows import bind_latents
 
-            return bind_latents(batch, self.like.k_PSGA.shape[1], WHOLE_ROWS, expands=False)
-        rows: tuple[Any, ...] = batch.page_table_RM, batch.starts_R1, batch.lengths_R
-        if self.has_flash:
-            from nanovllm_kernels.attention.flash_prefill import flash_prefill  # imports CuTe DSL
+            page_tokens, whole = self.like.k_PSGA.shape[1], latent_decode.WHOLE_ROWS
+            return bind_latents(batch, page_tokens, whole, expands=False)
+        from nanovllm.attention.paged import bind_rows
 
-            return RowsAttend(flash_prefill, rows)
-        from nanovllm_kernels.attention.paged_prefill import paged_prefill
+        whole = paged_decode.WHOLE_ROWS
+        return bind_rows(self.like, batch, bind_ordered_chunks, whole, portable=whole)
 
-        rows += (batch.max_new,)
-        return RowsAttend(paged_prefill, rows)
+
+def bind_ordered_chunks(batch: Batch) -> Attend:
+    from nanovllm_kernels.attention.paged_prefill import paged_prefill
+
+    from nanovllm.attention.paged import RowsAttend
+
+    rows = batch.page_table_RM, batch.starts_R1, batch.lengths_R, batch.max_new
+    return RowsAttend(partial(paged_prefill, ordered=True), rows)
 
 
 @dataclass(frozen=True, slots=True)

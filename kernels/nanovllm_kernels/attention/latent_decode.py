@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,7 @@ from nanovllm_kernels.attention.paged_decode import (
     merged_parts,
     page_of,
     plan_lanes,
+    plan_rows,
     queries_of,
     results_of,
 )
@@ -50,6 +52,7 @@ from nanovllm_kernels.case import Kernel
 from nanovllm_kernels.device import follows
 from nanovllm_kernels.triton_parts import dot, let_next_come, wait
 
+WIDEST = 64  # pairs of the largest tile
 MERGED, SUMMED = 64, 4096  # limits of one load by a merge program: partial results, elements
 
 
@@ -71,7 +74,7 @@ def shape_of(num_pairs: int, pages_PSX: Tensor) -> Shape:
     """
     if pages_PSX.dtype == torch.float32:
         return Shape(16, 16, 2, 4, 1)
-    pairs = min(64, max(16, triton.next_power_of_2(num_pairs)))
+    pairs = min(WIDEST, max(16, triton.next_power_of_2(num_pairs)))
     return Shape(pairs, 32, 3, 8, 1) if pairs > 32 else Shape(pairs, 32, 3, 4, 2)
 
 
@@ -83,15 +86,8 @@ def plan_decode(lengths_R: Tensor, pages_PSX: Tensor, num_heads: int, width: int
 
 
 def plan_whole(lengths_R: Tensor, pages_PSX: Tensor, num_heads: int, width: int = 1) -> Tensor:
-    """Return a plan that cuts no row: a lane for each row, which reads its blocks in their order.
-
-    So no bit of a row depends on other rows. A few long rows leave most of the GPU idle.
-    """
-    num_rows, block = len(lengths_R), shape_of(num_heads * width, pages_PSX).block
-    plan_N5 = lengths_R.new_zeros(num_rows, 5)
-    plan_N5[:, 0] = torch.arange(num_rows, device=lengths_R.device)
-    plan_N5[:, 2] = (lengths_R + block - 1) // block
-    return plan_N5
+    """Return plan_N5 of plan_rows. It is valid for all layers of the step."""
+    return plan_rows(lengths_R, shape_of(WIDEST, pages_PSX).block)
 
 
 def latent_decode(
@@ -106,6 +102,7 @@ def latent_decode(
     *,
     starts_R1: Tensor | None = None,
     width: int = 1,
+    whole: bool = False,
 ) -> Tensor:
     """Return o_THX, which is `out_THX` if given. `plan_N5` must be from the same lengths and width.
 
@@ -113,7 +110,8 @@ def latent_decode(
     tokens, starts_R1[r]:starts_R1[r + 1], at most `width`. Without `starts_R1` each row has one.
     Rows at the end may have no tokens and length 0. The contents of o_THX after the last row's
     tokens are undefined. No value is read on the host. `pages_PSX` has q's dtype, or bytes if it is
-    fp8.
+    fp8. `whole`: the plan is plan_whole's. Then all rows have tiles of one shape, because the order
+    of a sum of weights depends on it.
     """
     assert width == 1 or starts_R1 is not None
     num_tokens, num_heads, rank = q_THX.shape
@@ -122,7 +120,7 @@ def latent_decode(
     assert q_THX.stride(2) == rotated_THA.stride(2) == pages_PSX.stride(2) == 1
     assert page_table_RM.stride(1) == 1 and pages_PSX.is_contiguous()
     o_THX, partial_o, partial_lse = results_of(q_THX, num_lanes, out_THX, width)
-    shape = shape_of(num_heads * width, pages_PSX)
+    shape = shape_of(WIDEST if whole else num_heads * width, pages_PSX)
     waits = follows(num_tokens if width <= MAX_WIDTH else 1, q_THX.device)  # compiled once
     more = dict(RAGGED=starts_R1 is not None, WAITS=waits, launch_pdl=waits)
     sizes = dict(TILE=shape.pairs, BLOCK=shape.block, S=pages_PSX.shape[1], X=rank, A=rotated)
@@ -138,12 +136,14 @@ def latent_decode(
         **sizes,
         **more,
     )
+    if whole:
+        return o_THX
     merge(o_THX, partial_o, partial_lse, starts_R1, plan_N5, W=width, **more)
     return o_THX
 
 
 DECODE = DecodeKernel(plan_decode, latent_decode, max_width=sys.maxsize)
-WHOLE_ROWS = DecodeKernel(plan_whole, latent_decode, max_width=sys.maxsize)
+WHOLE_ROWS = DecodeKernel(plan_whole, partial(latent_decode, whole=True), max_width=sys.maxsize)
 
 
 def merge(

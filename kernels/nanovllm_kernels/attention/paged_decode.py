@@ -25,6 +25,10 @@ launch). Each starts while the kernel before runs, and waits where it needs its 
 Decision: rows of one token each use a separate kernel, compiled without `starts_R1`. With
 `starts_R1`, a row has up to `width` tokens, and a query may see no token of the lane's share. The
 running maximum and the partial results must then not become NaN.
+
+Decision: with `whole`, no row is cut, and the sum of weights is a product with ones, whose order
+does not depend on the tile. A row then has the same bits beside any other rows, and the same as in
+paged_prefill with `ordered` (kernels.invariant).
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,6 +92,22 @@ def plan_decode(lengths_R: Tensor, k_PSGA: Tensor) -> Tensor:
     return plan_lanes(lengths_R, k_PSGA.shape[2], block_tokens(k_PSGA), PROGRAMS_PER_PROCESSOR)
 
 
+def plan_whole(lengths_R: Tensor, k_PSGA: Tensor) -> Tensor:
+    """Return plan_N5 of plan_rows. It is valid for all layers of the step."""
+    return plan_rows(lengths_R, block_tokens(k_PSGA))
+
+
+def plan_rows(lengths_R: Tensor, block: int) -> Tensor:
+    """Return a plan that cuts no row: a lane for each row, which reads its blocks in their order.
+
+    So no bit of a row depends on other rows. A few long rows leave most of the GPU idle.
+    """
+    plan_N5 = lengths_R.new_zeros(len(lengths_R), 5)
+    plan_N5[:, 0] = torch.arange(len(lengths_R), device=lengths_R.device)
+    plan_N5[:, 2] = (lengths_R + block - 1) // block
+    return plan_N5
+
+
 def plan_lanes(
     lengths_R: Tensor, num_kv_heads: int, block: int, per_processor: int, *, whole: bool = False
 ) -> Tensor:
@@ -111,9 +132,11 @@ def plan_lanes(
 def paged_decode(
     q_THA: Tensor, k_PSGA: Tensor, v_PSGA: Tensor, page_table_RM: Tensor, lengths_R: Tensor,
     plan_N5: Tensor, out_THA: Tensor | None = None, *, starts_R1: Tensor | None = None,
-    width: int = 1, scales_2G: Tensor | None = None,
+    width: int = 1, scales_2G: Tensor | None = None, whole: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return o_THA, which is `out_THA` if given. `plan_N5` must be from the same lengths.
+
+    `whole`: the plan is plan_whole's.
 
     Row r's queries are its last tokens, starts_R1[r]:starts_R1[r + 1], at most `width`. Without
     `starts_R1` each row has one. Rows at the end may have no tokens and length 0; they take no
@@ -139,8 +162,10 @@ def paged_decode(
         math.log2(math.e) / math.sqrt(head_size), GROUP=group, TILE=tile, S=page_tokens,
         BLOCK=block_tokens(k_PSGA), STAGES=STAGES,
         LEADS=waits and num_tokens <= OVERLAPPED_ROWS * width, num_warps=4 if tile <= 64 else 8,
-        **both,
+        ORDERED=whole, **both,
     )  # fmt: skip
+    if whole:
+        return o_THA
     # For a single row, only the first lane has anything to merge. Programs of the other lanes would
     # delay the next GEMM: by 2 of 47 us of a layer.
     merging = 1 if len(lengths_R) == 1 else num_lanes
@@ -151,6 +176,7 @@ def paged_decode(
 
 
 DECODE = DecodeKernel(plan_decode, paged_decode, MAX_WIDTH)
+WHOLE_ROWS = DecodeKernel(plan_whole, partial(paged_decode, whole=True), MAX_WIDTH)
 
 
 def results_of(
@@ -214,6 +240,7 @@ def decode_kernel(
     table_stride, table_width, scale, W: tl.constexpr, RAGGED: tl.constexpr, GROUP: tl.constexpr,
     TILE: tl.constexpr, A: tl.constexpr, A_BLOCK: tl.constexpr, S: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, LEADS: tl.constexpr, WAITS: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
     let_next_come(LEADS)
     wait(WAITS and not LEADS)
@@ -247,7 +274,7 @@ def decode_kernel(
     k_scale, v_scale = scales_of(scales_2G, kv_head, tl.num_programs(0))
     scale *= k_scale
     highest = tl.full([TILE], -float("inf"), tl.float32)
-    total = tl.zeros([TILE], tl.float32)
+    total = no_weights(TILE, ORDERED)
     o = tl.zeros([TILE, A_BLOCK], tl.float32)
     for i in tl.range(0, count, num_stages=STAGES):
         token = block * BLOCK + n
@@ -268,24 +295,25 @@ def decode_kernel(
             base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
         p = tl.exp2(s - (base - LIFT)[:, None])
         fade = tl.exp2(highest - base)
-        total = total * fade + tl.sum(p, 1)
+        total = more_weights(total, fade, p, v, ORDERED)
         o = dot(p.to(v.dtype), v, o * fade[:, None])
         highest = new_highest
         is_end = (block + 1) * BLOCK >= length
         if is_end | (i + 1 == count):
+            sums = sum_of_weights(total, ORDERED)
             if RAGGED:  # the mean of no tokens is 0 and has no weight
-                total = tl.where(total == 0.0, 1.0, total)
-            mean = o / total[:, None] * v_scale
+                sums = tl.where(sums == 0.0, 1.0, sums)
+            mean = o / sums[:, None] * v_scale
             if is_end & (began == 0):
                 at = (first.to(tl.int64) * num_heads + at_o[:, None]) * A + a[None, :]
                 tl.store(o_THA + at, mean.to(o_THA.dtype.element_ty), inside_q)
             else:
                 part = (lane * 2 + (began == 0).to(tl.int32)) * (W * num_heads) + at_o
                 tl.store(partial_o + part[:, None] * A + a[None, :], mean, inside_q)
-                tl.store(partial_lse + part, highest + tl.log2(total), pair < num_new * GROUP)
+                tl.store(partial_lse + part, highest + tl.log2(sums), pair < num_new * GROUP)
             # Reset instead of multiplying by 0, so that NaN of one row does not reach the next.
             highest = tl.full([TILE], -float("inf"), tl.float32)
-            total = tl.zeros([TILE], tl.float32)
+            total = no_weights(TILE, ORDERED)
             o = tl.zeros([TILE, A_BLOCK], tl.float32)
         row += (is_end & (i + 1 < count)).to(tl.int32)  # no row follows the last one
         block = tl.where(is_end, 0, block + 1)
@@ -296,6 +324,33 @@ def decode_kernel(
         page = page_of(pages, table_width, block, S, BLOCK)
         inside_q = (pair < num_new * GROUP)[:, None] & (a < A)[None, :]
         q = tl.load(q_THA + first.to(tl.int64) * q_stride, inside_q, 0.0)
+
+
+@triton.jit
+def no_weights(TILE: tl.constexpr, ORDERED: tl.constexpr):
+    """Return the sums of no weights. ORDERED: in each of 16 equal columns."""
+    return tl.zeros([TILE, 16], tl.float32) if ORDERED else tl.zeros([TILE], tl.float32)
+
+
+@triton.jit
+def more_weights(total, fade, p, v, ORDERED: tl.constexpr):
+    """Return total * fade plus a block's weights p, ORDERED as tensor cores add them.
+
+    The order of tl.sum depends on the layout of the tile. That of a product with ones does not.
+    """
+    if ORDERED:
+        ones = tl.full([p.shape[1], 16], 1.0, v.dtype)
+        total = dot(p.to(v.dtype), ones, total * fade[:, None])
+    else:
+        total = total * fade + tl.sum(p, 1)
+    return total
+
+
+@triton.jit
+def sum_of_weights(total, ORDERED: tl.constexpr):
+    if ORDERED:
+        total = tl.max(total, 1)
+    return total
 
 
 @triton.jit

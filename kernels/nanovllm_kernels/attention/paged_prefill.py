@@ -20,8 +20,11 @@ from nanovllm_kernels.attention.paged_decode import (
     FLOAT16_LIFT,
     beside_cache,
     block_tokens,
+    more_weights,
+    no_weights,
     page_of,
     scales_of,
+    sum_of_weights,
 )
 from nanovllm_kernels.case import Args, Case, Kernel, bits
 from nanovllm_kernels.triton_parts import dot
@@ -33,11 +36,12 @@ STAGES = 3
 def paged_prefill(
     q_THA: Tensor, k_PSGA: Tensor, v_PSGA: Tensor, page_table_RM: Tensor, starts_R1: Tensor,
     lengths_R: Tensor, max_new: int, out_THA: Tensor | None = None, *,
-    scales_2G: Tensor | None = None,
+    scales_2G: Tensor | None = None, ordered: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return o_THA, which is `out_THA` if given. `scales_2G` is that of paged_decode.
 
-    Row r's queries are its last tokens, starts_R1[r]:starts_R1[r + 1], at most `max_new`.
+    Row r's queries are its last tokens, starts_R1[r]:starts_R1[r + 1], at most `max_new`. With
+    `ordered`, a token has the same bits as in paged_decode with whole rows.
     """
     num_heads, head_size = q_THA.shape[1:]
     page_tokens, num_kv_heads = k_PSGA.shape[1:3]
@@ -54,7 +58,8 @@ def paged_prefill(
         q_THA.stride(0), q_THA.stride(1), *k_PSGA.stride()[:3], page_table_RM.stride(0),
         page_table_RM.shape[1], math.log2(math.e) / math.sqrt(head_size),
         GROUP=num_heads // num_kv_heads, A=head_size, A_BLOCK=triton.next_power_of_2(head_size),
-        S=page_tokens, BLOCK=block_tokens(k_PSGA), TILE=tile, STAGES=STAGES, num_warps=tile // 16,
+        S=page_tokens, BLOCK=block_tokens(k_PSGA), TILE=tile, STAGES=STAGES, ORDERED=ordered,
+        num_warps=tile // 16,
     )  # fmt: skip
     return o_THA
 
@@ -67,7 +72,7 @@ def prefill_kernel(
     q_THA, k_PSGA, v_PSGA, page_table_RM, starts_R1, lengths_R, scales_2G, o_THA, q_stride,
     q_head_stride, page_stride, token_stride, head_stride, table_stride, table_width, scale,
     GROUP: tl.constexpr, A: tl.constexpr, A_BLOCK: tl.constexpr, S: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     # The last tiles see most tokens, so they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -92,7 +97,7 @@ def prefill_kernel(
         num_seen = tl.minimum(length, length - num_new + (tile + 1) * TILE)
         LIFT: tl.constexpr = 0.0 if scales_2G is None else FLOAT16_LIFT
         highest = tl.full([TILE], -float("inf"), tl.float32)
-        total = tl.zeros([TILE], tl.float32)
+        total = no_weights(TILE, ORDERED)
         o = tl.zeros([TILE, A_BLOCK], tl.float32)
         next_page = page_of(pages, table_width, 0, S, BLOCK)
         for i in tl.range(0, tl.cdiv(num_seen, BLOCK), num_stages=STAGES):
@@ -107,11 +112,11 @@ def prefill_kernel(
             new_highest = tl.maximum(highest, tl.max(s, 1))
             p = tl.exp2(s - (new_highest - LIFT)[:, None])
             fade = tl.exp2(highest - new_highest)
-            total = total * fade + tl.sum(p, 1)
             v = tl.load(v_PSGA + at_token, inside, 0.0).to(q.dtype)
+            total = more_weights(total, fade, p, v, ORDERED)
             o = dot(p.to(v.dtype), v, o * fade[:, None])
             highest = new_highest
-        o = o / total[:, None] * v_scale
+        o = o / sum_of_weights(total, ORDERED)[:, None] * v_scale
         at = o_THA + (token_q * tl.num_programs(1) + head) * A + a[None, :]
         tl.store(at, o.to(o_THA.dtype.element_ty), inside_q)
 
