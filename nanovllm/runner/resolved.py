@@ -30,7 +30,7 @@ from nanovllm.config import (
 )
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.kv.split import Split, room_for_pages, running_bytes
-from nanovllm.layers.kernels import OPERATIONS, fastest, select_ops
+from nanovllm.layers.kernels import BESIDE, OPERATIONS, fastest, reason, select_ops
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder, DecoderConfig
 from nanovllm.models.weights import default_dtype
@@ -51,6 +51,7 @@ class Resolved:
     device: torch.device
     dtype: torch.dtype
     backend: AttentionBackend
+    reason: str  # implementations that kernels "auto" means here, and why
     passed_over: str  # preferred attention backends that were not chosen, with reasons
     asked_context: int | Auto  # server.max_model_tokens of the recipe
 
@@ -116,6 +117,7 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
         device=device,
         dtype=dtype,
         backend=backend,
+        reason=reason(config.recipe.kernels, device),
         passed_over=passed_over,
         asked_context=asked,
     )
@@ -151,10 +153,10 @@ def without_autos(recipe: Recipe, device: torch.device, dtype: torch.dtype, most
     """
     on_cpu = device.type == "cpu"
     cache, kernels = recipe.cache, recipe.kernels
-    for name in ("sample", "batch_prep"):
+    for name in BESIDE:
         if on_cpu and getattr(kernels, name) == "triton":
             raise ConfigError(f"kernels.{name} is triton, which needs a GPU; use torch")
-    names = (*OPERATIONS, "sample", "batch_prep")
+    names = (*OPERATIONS, *BESIDE)
     best = partial(fastest, device=device, invariant=kernels.invariant)
     chosen = {name: best(name) for name in names if getattr(kernels, name) == "auto"}
     return replace(

@@ -221,8 +221,8 @@ class PieceGraph:
     def replay(self) -> None: ...
 
 
-def imagine_a_gpu(notes: Notes) -> None:
-    """Patch this process permanently."""
+def imagine_a_gpu(notes: Notes, major: int = 9) -> None:
+    """Patch this process permanently. `major` is of the GPU's compute capability."""
     triton.runtime.driver.set_active(Hopper())
     JITFunction.run = triton_noted(notes)
     compile_cache.CachedCompile.__call__ = cute_noted(notes)
@@ -246,9 +246,9 @@ def imagine_a_gpu(notes: Notes) -> None:
     for name in IMPORTED:
         import_module(name)
     fakes = dict(
-        generation=lambda where: 9,
-        is_hopper=lambda where: True,
-        can_overlap=lambda where: True,
+        generation=lambda where: major,
+        is_hopper=lambda where: major == 9,
+        can_overlap=lambda where: major >= 9,
         processors=lambda where: PROCESSORS,
         INTERPRETED_PROCESSORS=PROCESSORS,
     )
@@ -258,9 +258,12 @@ def imagine_a_gpu(notes: Notes) -> None:
                 if hasattr(module, what):
                     setattr(module, what, fake)
     latent_rows.expanded = unwritten
-    kernels.obstacle = lambda where: None
+    if major == 9:
+        kernels.obstacle = lambda where: None
+    torch.cuda.get_device_capability = lambda where: (major, 0)
     for module, name in (
         (kernels, "fastest"),
+        (resolved, "reason"),
         (resolved, "select_ops"),
         (resolved, "choose_backend"),
         (resolved, "without_autos"),
@@ -321,8 +324,9 @@ def built_for(notes: Notes) -> Callable[..., build.Built]:
         runner.device = Cuda("cpu")
         build.warm_up(runner, recipe)
         runner.device = device
-        assert not graphs.obstacles(recipe), graphs.obstacles(recipe)
-        build.capture(runner, recipe)
+        if recipe.kernels.cuda_graphs:
+            assert not graphs.obstacles(recipe), graphs.obstacles(recipe)
+            build.capture(runner, recipe)
         notes.is_warming = False
         return build.Built(runner, recipe, found.model_config.vocab_size, found.layout)
 
