@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 
 import msgspec
@@ -23,7 +24,7 @@ import torch
 from msgspec import Struct
 from msgspec.structs import astuple
 
-from nanovllm.config import Config, ConfigError, Recipe
+from nanovllm.config import Config, ConfigError, Kernels, Recipe
 from nanovllm.engine.executor import Executor, StepHandle
 from nanovllm.experts import ExpertLoad
 from nanovllm.kv.layout import CacheLayout
@@ -220,14 +221,22 @@ def mesh_of(config: Config, place: Place) -> Mesh:
         torch.cuda.set_device(place.device)
     if place.size == 1:
         return Mesh()
-    kind, met = GlooMesh if is_on_cpu else NcclMesh, place.rendezvous
-    if config.recipe.kernels.invariant and not is_on_cpu:
-        kind = OrderedMesh
-        if place.back is not None:
-            raise ConfigError("kernels.invariant is true; on GPUs it needs parallel.ep at most tp")
+    kind = GlooMesh if is_on_cpu else gpu_mesh(config.recipe.kernels, place)
+    met = place.rendezvous
     if place.back is not None:
         return kind(0, 1, met, ep_size=place.size, lane=place.rank)
     return kind(place.rank, place.size, met, ep_size=asked.ep)
+
+
+def gpu_mesh(kernels: Kernels, place: Place) -> Callable[..., Mesh]:
+    """Return the mesh of GPUs. Raise ConfigError if it cannot sum as kernels.invariant needs."""
+    if not kernels.invariant:
+        return partial(NcclMesh, has_peers=kernels.exchange != "torch")
+    if place.back is not None:
+        raise ConfigError("kernels.invariant is true; on GPUs it needs parallel.ep at most tp")
+    if kernels.exchange == "torch":
+        raise ConfigError("kernels.exchange is torch, but kernels.invariant needs triton")
+    return OrderedMesh
 
 
 def build(config: Config, place: Place) -> tuple[Executor, Recipe, int, CacheLayout]:

@@ -80,7 +80,7 @@ ORDERED = {
 }
 OPERATIONS = (*IMPLEMENTATIONS["torch"], *PRODUCTS)
 GPU = torch.device("cuda")
-BESIDE = ("sample", "batch_prep")  # chosen elsewhere, but for "auto": torch or Triton
+BESIDE = ("sample", "batch_prep", "exchange")  # chosen elsewhere, but for "auto": torch or Triton
 FUSED = ("rms_norm", "add_rms_norm", "silu_mul", "sigmoid_mul", "rope_store")  # may be compiled
 LATENT_STORE = {  # by the recipe's choice of rope_store; torch.compile cannot write fp8 latents
     "torch": "nanovllm_kernels.attention.latent_reference:latent_store",
@@ -209,6 +209,8 @@ def reason(kernels: Kernels, device: torch.device) -> str:
     """Return one line: the implementations that "auto" means on this device, and why."""
     if kernels.invariant:
         return "kernels.invariant is true, so every sum of a row has one order"
+    if kernels.eager:
+        return "kernels.eager is true, so auto is plain torch, without CUDA graphs"
     if device.type == "cpu":
         return "the device is a CPU, so auto is plain torch"
     if is_hopper(device):

@@ -1,4 +1,4 @@
-"""Kernels that a recipe launches on GPUs other than Hopper's.
+"""Kernels that a recipe launches on GPUs other than Hopper's, and with kernels.eager.
 
 Like tests/runner/specialised.py, it must run in a separate process.
 """

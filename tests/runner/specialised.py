@@ -284,10 +284,12 @@ class First(NcclMesh):
         return count
 
 
-def first_of(tp: int) -> Mesh:
-    """Return rank 0 of `tp` ranks. Its short messages use the project's own kernels."""
+def first_of(tp: int, *, has_peers: bool = True) -> Mesh:
+    """Return rank 0 of `tp` ranks. With peers, short messages use the project's own kernels."""
     if tp == 1:
         return Mesh()
+    if not has_peers:
+        return First(0, tp, connected=[Links(Recorded(), None, -1)])
     at = torch.zeros(tp, dtype=torch.int64), torch.zeros(PROGRAMS, dtype=torch.int32)
     links = Links(Recorded(), Peers(0, tp, CAPACITY, *at), CAPACITY)
     return First(0, tp, connected=[links])
@@ -314,7 +316,9 @@ def built_for(notes: Notes) -> Callable[..., build.Built]:
     """Return a replacement of runner.build.build that compiles everything before requests."""
 
     def make(config: Config, _: object = None) -> build.Built:
-        found = resolved.resolved(config, first_of(config.recipe.parallel.tp))
+        has_peers = config.recipe.kernels.exchange != "torch"
+        mesh = first_of(config.recipe.parallel.tp, has_peers=has_peers)
+        found = resolved.resolved(config, mesh)
         model = found.empty_model(torch.device("cpu"))
         for job in build.jobs_of(found, model):
             notes.note(job.function, (("kind", job.arguments),))

@@ -1,4 +1,4 @@
-"""The choices of "auto" on a GPU for which no kernel was measured.
+"""`kernels.eager`, and the choices of "auto" on a GPU for which no kernel was measured.
 
 The engine runs on a simulated GPU, where launches are recorded.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 from typing import Any
+
+import pytest
 
 from nanovllm.layers.kernels import FUSED
 from tests.kernels.compiled import forks
@@ -20,6 +22,29 @@ def on_gpu(major: int, *recipe: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "qwen3-0.6b",
+        "qwen3-30b-a3b parallel.tp=2",
+        "deepseek-r1",
+        "qwen3-next-80b-a3b model.num_layers=4",
+        "qwen3-0.6b cache.dtype=fp8 quantize=fp8 speculate.method=ngram speculate.tokens=3",
+    ],
+)
+def test_eager_launches_no_kernel_and_captures_no_graph(recipe: str) -> None:
+    found = on_gpu(9, *recipe.split(), "kernels.eager=true")
+    assert (found["launched"], found["compiled"]) == ([], [])
+    assert found["modes"] == ["NONE/decode", "NONE/mixed", "NONE/prefill"]
+    assert found["reason"] == "kernels.eager is true, so auto is plain torch, without CUDA graphs"
+
+
+def test_eager_leaves_a_named_kernel() -> None:
+    """So a fault can be bisected: one kernel at a time, with all others in torch."""
+    found = on_gpu(9, "qwen3-0.6b", "kernels.eager=true", "kernels.rope_store=triton")
+    assert found["launched"] == ["rope_store:rope_store_kernel"]
 
 
 def test_a_gpu_without_measured_kernels_gets_compiled_and_portable_ones() -> None:
