@@ -92,6 +92,8 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
 
     `mesh` is this process's; None means that of rank 0.
     """
+    if config.recipe.kernels.invariant:
+        refuse_variant(config.recipe)
     device, dtype = choose_device(config.recipe)
     family, model_config = read_model_config(config)
     mesh = mesh or first_rank(config.recipe.parallel)
@@ -121,6 +123,21 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
         passed_over=passed_over,
         asked_context=asked,
     )
+
+
+def refuse_variant(recipe: Recipe) -> None:
+    """Raise ConfigError if a key makes a request's numbers depend on the others of its steps."""
+    states, asked = recipe.cache.state_dtype, recipe.experts
+    drafts = None if recipe.speculate is None else recipe.speculate.method
+    slots, copies = "slots choose experts", "pages choose among copies of an expert"
+    for key, value, is_variant, cause in (
+        ("cache.state_dtype", states, states == "bfloat16", "ends of steps round the states"),
+        ("experts.routing", asked.routing, asked.routing == "uniform", slots),
+        ("experts.placement", asked.placement, asked.placement is not None, copies),
+        ("speculate.method", drafts, drafts == "synthetic", "drafts are accepted at random"),
+    ):
+        if is_variant:
+            raise ConfigError(f"{key} is {value}, but {cause}; drop it or kernels.invariant")
 
 
 def with_short_states(layout: CacheLayout) -> CacheLayout:
