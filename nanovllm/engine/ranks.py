@@ -31,7 +31,7 @@ from nanovllm.kv.layout import CacheLayout
 from nanovllm.parallel.gloo import GlooMesh
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.parallel.nccl import NcclMesh, OrderedMesh
-from nanovllm.parallel.places import Place, num_ranks
+from nanovllm.parallel.places import Place, check_gpus
 from nanovllm.plan import Int32, LanesPlan, LanesResult, Masks, StepPlan, StepResult, mode_key
 from nanovllm.runner.build import build as build_runner
 from nanovllm.wire import Generate
@@ -212,12 +212,7 @@ def mesh_of(config: Config, place: Place) -> Mesh:
     asked = config.recipe.parallel
     is_on_cpu = config.recipe.device == "cpu" or not torch.cuda.is_available()
     if not is_on_cpu:
-        visible, size = torch.cuda.device_count(), num_ranks(asked)
-        if (num := size * asked.dp) > visible:
-            raise ConfigError(
-                f"parallel needs {num} GPUs, {size} for each of {asked.dp} engines; {visible} are "
-                "visible"
-            )
+        check_gpus(asked, torch.cuda.device_count())
         torch.cuda.set_device(place.device)
     if place.size == 1:
         return Mesh()

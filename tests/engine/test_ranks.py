@@ -379,7 +379,10 @@ def test_gpus_that_are_not_there_are_refused(
     config = load_config(None, ["device=cuda", "parallel.tp=2", "parallel.dp=3"])
     with pytest.raises(ConfigError) as caught:
         ranks.mesh_of(config, Place(0, 2, 0, "", None, 0))
-    assert str(caught.value) == ("parallel needs 6 GPUs, 2 for each of 3 engines; 4 are visible")
+    assert str(caught.value) == (
+        "parallel needs 6 GPUs, 2 for each of 3 engines; 4 are visible. "
+        "Lower parallel.tp, ep or dp, or use --device cpu"
+    )
 
 
 # -- errors while loading -------------------------------------------------------------------------
