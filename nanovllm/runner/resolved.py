@@ -92,9 +92,9 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
 
     `mesh` is this process's; None means that of rank 0.
     """
-    if config.recipe.kernels.invariant:
-        refuse_variant(config.recipe)
     device, dtype = choose_device(config.recipe)
+    if config.recipe.kernels.invariant:
+        refuse_variant(config.recipe, device)
     family, model_config = read_model_config(config)
     mesh = mesh or first_rank(config.recipe.parallel)
     check_cut(mesh, model_config)
@@ -125,8 +125,10 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
     )
 
 
-def refuse_variant(recipe: Recipe) -> None:
+def refuse_variant(recipe: Recipe, device: torch.device) -> None:
     """Raise ConfigError if a key makes a request's numbers depend on the others of its steps."""
+    if recipe.kernels.eager and device.type == "cuda":
+        raise ConfigError("kernels.eager is true, but kernels.invariant needs a GPU's kernels")
     states, asked = recipe.cache.state_dtype, recipe.experts
     drafts = None if recipe.speculate is None else recipe.speculate.method
     slots, copies = "slots choose experts", "pages choose among copies of an expert"

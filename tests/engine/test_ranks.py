@@ -376,6 +376,10 @@ def test_gpus_that_are_not_there_are_refused(
         config = load_config(None, ["device=cuda", "parallel.tp=2", f"kernels.{key}"])
         mesh = ranks.mesh_of(config, Place(0, 2, 0, "", None, 0))
         assert isinstance(mesh, NcclMesh) and mesh.has_peers is has_peers
+    changes = ["device=cuda", "parallel.tp=2", "kernels.invariant=true", "kernels.exchange=torch"]
+    with pytest.raises(ConfigError) as caught:
+        ranks.mesh_of(load_config(None, changes), Place(0, 2, 0, "", None, 0))
+    assert str(caught.value) == "kernels.exchange is torch, but kernels.invariant needs triton"
     config = load_config(None, ["device=cuda", "parallel.tp=2", "parallel.dp=3"])
     with pytest.raises(ConfigError) as caught:
         ranks.mesh_of(config, Place(0, 2, 0, "", None, 0))

@@ -17,7 +17,7 @@ from nanovllm_kernels.fp8_reference import FP8
 
 from nanovllm.config import Config, ConfigError, Kernels, Speculate, load_config
 from nanovllm.layers.kernels import select_ops
-from nanovllm.runner.resolved import resolved
+from nanovllm.runner.resolved import refuse_variant, resolved
 from nanovllm.wire import Sampling, TokenLogprobs
 from tests.engine.test_ranks import cut, ranked
 from tests.models.steps import CPU
@@ -223,3 +223,12 @@ def test_a_recipe_that_cannot_be_invariant_is_refused_by_name(key: str, cause: s
     name, _, value = key.partition("=")
     name, value = ("speculate.method", "synthetic") if name == "speculate" else (name, value)
     assert str(caught.value) == f"{name} is {value}, but {cause}; drop it or kernels.invariant"
+
+
+def test_eager_cannot_be_invariant_on_a_gpu() -> None:
+    recipe = load_config(None, ["kernels.eager=true", "kernels.invariant=true"]).recipe
+    refuse_variant(recipe, CPU)
+    with pytest.raises(ConfigError) as caught:
+        refuse_variant(recipe, torch.device("cuda"))
+    expected = "kernels.eager is true, but kernels.invariant needs a GPU's kernels"
+    assert str(caught.value) == expected
