@@ -22,12 +22,12 @@ import threading
 from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection as Pipe
-from pathlib import Path
 from typing import NoReturn
 
 from nanovllm.config import Config, ConfigError, cache_dir
 from nanovllm.ipc.client import EngineLostError
 from nanovllm.log import setup
+from nanovllm.own_process import set_name
 from nanovllm.parallel.places import Place, RankLostError
 from nanovllm.watch import BEAT, BEAT_EVERY_S, STUCK, Child
 
@@ -158,8 +158,7 @@ def child(target: object, pipe: Pipe, folder: str, config: Config, *args: object
     block.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(OSError):  # exists on Linux only
-        Path("/proc/self/comm").write_text(multiprocessing.current_process().name)
+    set_name(multiprocessing.current_process().name)
     setup(config.recipe.server.log_format)
     word = Word(pipe, folder)
     threading.Thread(target=word.leave_with_supervisor, daemon=True).start()

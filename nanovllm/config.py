@@ -106,6 +106,9 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     delta: Literal["auto", "torch", "triton"] = "auto"  # gated delta rule of recurrent layers
     sample: Literal["auto", "torch", "triton"] = "auto"
     batch_prep: Literal["auto", "torch", "triton"] = "auto"
+    exchange: Literal["auto", "torch", "triton"] = "auto"  # sums over GPUs; torch: by NCCL alone
+    # For debugging (--eager): auto is torch everywhere, and there are no CUDA graphs.
+    eager: bool = False
     # On a CPU: no bit of a result depends on other requests, chunks, the cache or drafts.
     invariant: bool = False
     cuda_graphs: bool = True
@@ -251,7 +254,8 @@ def read_recipe(
     _check_ranges(recipe)
     given = recipe.server.api_key
     api_key = given_api_key() if given is None else usable_key(given, "server.api_key (--api-key)")
-    recipe = structs.replace(recipe, server=structs.replace(recipe.server, api_key=api_key))
+    server = structs.replace(recipe.server, api_key=api_key)
+    recipe = structs.replace(recipe, server=server, kernels=without_eager(recipe.kernels))
     return Checked(recipe, source, base, changed)
 
 
@@ -333,6 +337,19 @@ def _check_ranges(recipe: Recipe) -> None:
     experts.check(recipe.experts, recipe.load.format, recipe.parallel.tp, recipe.parallel.ep)
     if recipe.speculate is not None:
         speculate.check(recipe.speculate, recipe.engine)
+
+
+def without_eager(kernels: Kernels) -> Kernels:
+    """Return the choices that kernels.eager stands for.
+
+    Operations that the recipe names keep their implementation, so that a single kernel can be
+    tried. Decode rows follow kernels.attention.
+    """
+    if not kernels.eager:
+        return kernels
+    names = (name for name in kernels.__struct_fields__ if getattr(kernels, name) == "auto")
+    chosen = {name: "torch" for name in names if name != "decode"}
+    return structs.replace(kernels, **chosen, cuda_graphs=False)
 
 
 def given_or(value: int | Auto, otherwise: int) -> int:

@@ -42,7 +42,7 @@ from nanovllm.fleet import Fleet
 from nanovllm.ipc.channel import make_private
 from nanovllm.parallel.places import places_of
 from nanovllm.rank_check import check_ranks
-from nanovllm.server.parsers import parser_of
+from nanovllm.server.probe import parser_of
 from nanovllm.watch import TICK_S, Child, StartingChildren, ending, endings
 
 log = logging.getLogger("serve")

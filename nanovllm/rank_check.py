@@ -11,10 +11,9 @@ from typing import Any
 
 import msgspec
 
-from nanovllm.config import NOT_JSON, Config, ConfigError, given_gpus
-from nanovllm.parallel.places import num_ranks
+from nanovllm.config import NOT_JSON, Config, given_gpus
+from nanovllm.parallel.places import EXPERTS, check_gpus, num_ranks
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 DEVICES = Path("/dev")
 
 
@@ -24,13 +23,9 @@ def check_ranks(config: Config) -> None:
     if recipe.engine != "model":
         return
     asked, num_gpus = recipe.parallel, visible_gpus()
-    each = num_ranks(asked)
-    if recipe.device != "cpu" and num_gpus and each * asked.dp > num_gpus:
-        raise ConfigError(
-            f"parallel needs {each * asked.dp} GPUs, {each} for each of {asked.dp} engines; "
-            f"{num_gpus} are visible. Lower parallel.tp, ep or dp, or use --device cpu"
-        )
-    if each > 1 and not divides(read_fields(config.config_path), asked.tp, asked.ep):
+    if recipe.device != "cpu" and num_gpus:
+        check_gpus(asked, num_gpus)
+    if num_ranks(asked) > 1 and not divides(read_fields(config.config_path), asked.tp, asked.ep):
         from nanovllm.models.config import read_model_config
         from nanovllm.parallel.cut import check_cut
         from nanovllm.parallel.mesh import first_rank

@@ -27,8 +27,9 @@ from safetensors.torch import save_file
 
 from nanovllm.bench.record import of_this_machine
 from nanovllm.bench.store import put
+from nanovllm.checkpoint import weight_files
 from nanovllm.config import DEMO, Config, load_config
-from nanovllm.models.shards import DTYPES, shards
+from nanovllm.models.shards import DTYPES
 from nanovllm.models.weights import destinations, fill, in_blocks
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.runner.resolved import Resolved, resolved
@@ -50,7 +51,7 @@ def main() -> None:
         write_random(load_config(options.recipe, [*options.changes, "load.format=dummy"]), options)
     config = load_config(options.recipe, [*options.changes, f"model={options.folder}"])
     found = resolved(config, Mesh(0, options.ranks))
-    paths = shards(options.folder)[1]
+    paths = weight_files(options.folder)[1]
     total = sum(path.stat().st_size for path in paths)
     metrics = {"file_gb": total / 1e9}
     for how, read in {"plain": lambda: plain(paths), "load": lambda: load(config, found)}.items():

@@ -19,7 +19,8 @@ from nanovllm.config import (
     read_recipe,
     without_api_key,
 )
-from nanovllm.server.parsers import PARSERS, parser_of
+from nanovllm.server.parsers import PARSERS
+from nanovllm.server.probe import parser_of
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = (

@@ -104,7 +104,7 @@ DRIVEN_BY = {
     "tests/server/parsers/test_json_calls.py": "nanovllm/server/parsers/json_call.py",
     "tests/server/parsers/test_families.py": """
         nanovllm/server/parsers/__init__.py nanovllm/server/parsers/base.py
-        nanovllm/server/parsers/json_types.py
+        nanovllm/server/parsers/json_types.py nanovllm/server/parsers/markers.py
         nanovllm/server/parsers/json_value.py nanovllm/server/parsers/machine.py
         nanovllm/server/parsers/plain.py""",
     "tests/grammars/test_automata.py": "nanovllm/grammars/regexes.py nanovllm/grammars/texts.py",

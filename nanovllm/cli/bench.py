@@ -46,7 +46,7 @@ Options = SimpleNamespace
 
 OF_A_SERVER = ("url", "served_by", "sweep", "goodput", "processes")
 ONLINE_ONLY = {*Workload.__struct_fields__, *OF_A_SERVER} - {"seed"}
-OF_THE_RECIPE = ("overrides", "device", "tp", "dp", "load_format")
+OF_THE_RECIPE = ("overrides", "device", "tp", "dp", "load_format", "eager")
 LOADS = ", ".join(OFFLINE_NAMES)
 FOLDER = click.Path(file_okay=False, writable=True)
 COUNT, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)

@@ -29,6 +29,7 @@ from nanovllm.parallel.places import num_ranks
 
 RECIPE_KEYS = {
     "device": "device", "tp": "parallel.tp", "dp": "parallel.dp", "load_format": "load.format",
+    "eager": "kernels.eager",
     **{name: f"server.{name}" for name in ("host", "port", "api_key", "log_format")},
 }  # fmt: skip
 
@@ -56,7 +57,7 @@ json_option = option(
 def recipe_options(
     function: Function, *, tp: Function | None = None, model: bool = True
 ) -> Function:
-    """Add RECIPE, --set, --device, --tp, --dp and --load-format to a command.
+    """Add RECIPE, --set, --device, --tp, --dp, --load-format and --eager to a command.
 
     `tp` is another option in place of --tp. With `model`, add --model as an alias of RECIPE.
     """
@@ -89,6 +90,10 @@ def recipe_options(
         option(
             "--load-format", metavar="FORMAT", group=group,
             help="Read safetensors (auto), or make random weights (dummy).",
+        ),
+        option(
+            "--eager", is_flag=True, default=None, group=group,
+            help="Compute everything in plain torch, without CUDA graphs: to debug a kernel.",
         ),
     ]  # fmt: skip
     if model:

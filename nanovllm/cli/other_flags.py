@@ -213,8 +213,9 @@ SERVERS: Table = {
         never("numa-*", "start the server with numactl"),
     ),
     "Kernels and graphs": (
-        use("enforce-eager disable-cuda-graph disable-decode-cuda-graph",
-            "--set kernels.cuda_graphs=false"),
+        use("enforce-eager", "--eager",
+            "plain torch; kernels without graphs: --set kernels.cuda_graphs=false"),
+        use("disable-cuda-graph disable-decode-cuda-graph", "--set kernels.cuda_graphs=false"),
         use("disable-prefill-cuda-graph", "--set kernels.mixed_graph_tokens=0"),
         needless("cudagraph-* cuda-graph-* max-cudagraph-capture-size max-seq-len-to-capture "
                  "disable-cuda-graph-padding enable-profile-cuda-graph debug-cuda-graph "
@@ -238,7 +239,7 @@ SERVERS: Table = {
                  "disable-sliding-window *shared-experts-* *swa-* mm-attention-backend",
                  "`auto` chooses every kernel; a recipe's `kernels` overrides it"),
         never("compilation-config optimization-level -O* -cc *torch-compile* jit-monitor-* "
-              "performance-mode", "torch.compile is not used; graphs are captured"),
+              "performance-mode", "`auto` chooses every kernel, and graphs are captured"),
         use("enable-deterministic-inference rl-on-policy-target", "--set kernels.invariant=true",
             "on a CPU; on a GPU the batch can change a text"),
         use("device", "--device {NAME}", "auto, cuda or cpu"),

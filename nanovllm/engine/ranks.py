@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 
 import msgspec
@@ -23,14 +24,14 @@ import torch
 from msgspec import Struct
 from msgspec.structs import astuple
 
-from nanovllm.config import Config, ConfigError, Recipe
+from nanovllm.config import Config, ConfigError, Kernels, Recipe
 from nanovllm.engine.executor import Executor, StepHandle
 from nanovllm.experts import ExpertLoad
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.parallel.gloo import GlooMesh
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.parallel.nccl import NcclMesh, OrderedMesh
-from nanovllm.parallel.places import Place, num_ranks
+from nanovllm.parallel.places import Place, check_gpus
 from nanovllm.plan import Int32, LanesPlan, LanesResult, Masks, StepPlan, StepResult, mode_key
 from nanovllm.runner.build import build as build_runner
 from nanovllm.wire import Generate
@@ -211,23 +212,26 @@ def mesh_of(config: Config, place: Place) -> Mesh:
     asked = config.recipe.parallel
     is_on_cpu = config.recipe.device == "cpu" or not torch.cuda.is_available()
     if not is_on_cpu:
-        visible, size = torch.cuda.device_count(), num_ranks(asked)
-        if (num := size * asked.dp) > visible:
-            raise ConfigError(
-                f"parallel needs {num} GPUs, {size} for each of {asked.dp} engines; {visible} are "
-                "visible"
-            )
+        check_gpus(asked, torch.cuda.device_count())
         torch.cuda.set_device(place.device)
     if place.size == 1:
         return Mesh()
-    kind, met = GlooMesh if is_on_cpu else NcclMesh, place.rendezvous
-    if config.recipe.kernels.invariant and not is_on_cpu:
-        kind = OrderedMesh
-        if place.back is not None:
-            raise ConfigError("kernels.invariant is true; on GPUs it needs parallel.ep at most tp")
+    kind = GlooMesh if is_on_cpu else gpu_mesh(config.recipe.kernels, place)
+    met = place.rendezvous
     if place.back is not None:
         return kind(0, 1, met, ep_size=place.size, lane=place.rank)
     return kind(place.rank, place.size, met, ep_size=asked.ep)
+
+
+def gpu_mesh(kernels: Kernels, place: Place) -> Callable[..., Mesh]:
+    """Return the mesh of GPUs. Raise ConfigError if it cannot sum as kernels.invariant needs."""
+    if not kernels.invariant:
+        return partial(NcclMesh, has_peers=kernels.exchange != "torch")
+    if place.back is not None:
+        raise ConfigError("kernels.invariant is true; on GPUs it needs parallel.ep at most tp")
+    if kernels.exchange == "torch":
+        raise ConfigError("kernels.exchange is torch, but kernels.invariant needs triton")
+    return OrderedMesh
 
 
 def build(config: Config, place: Place) -> tuple[Executor, Recipe, int, CacheLayout]:

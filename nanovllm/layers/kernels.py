@@ -3,19 +3,28 @@
 The plain-torch reference in nanovllm_kernels.norms.reference defines the meaning of each operation.
 `kernels.<name>: torch` in a recipe selects the reference, for ablations and for bisecting faults;
 `compile` leaves the fusion to torch.compile.
+
+Decision: "auto" is a kernel of ours only on a GPU with the compute capability for which all kernels
+were measured, that of Hopper. On other GPUs it is torch.compile for operations that it can fuse,
+and the portable implementation for the others. A kernel that was tuned elsewhere may be slow, and
+torch.compile tunes for the GPU that is here.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
+from nanovllm_kernels.device import is_hopper
 from nanovllm_kernels.experts.reference import EXPERTS, expert_down, expert_gate_up
+from nanovllm_kernels.norms.reference import Ranks
 from nanovllm_kernels.products.gated_linear import obstacle
 from nanovllm_kernels.products.invariant import linear, without_workspace
+from torch import Tensor
 
 from nanovllm.config import ConfigError, Kernels
 from nanovllm.layers.ops import Ops
@@ -71,6 +80,12 @@ ORDERED = {
 }
 OPERATIONS = (*IMPLEMENTATIONS["torch"], *PRODUCTS)
 GPU = torch.device("cuda")
+BESIDE = ("sample", "batch_prep", "exchange")  # chosen elsewhere, but for "auto": torch or Triton
+FUSED = ("rms_norm", "add_rms_norm", "silu_mul", "sigmoid_mul", "rope_store")  # may be compiled
+LATENT_STORE = {  # by the recipe's choice of rope_store; torch.compile cannot write fp8 latents
+    "torch": "nanovllm_kernels.attention.latent_reference:latent_store",
+    "triton": "nanovllm_kernels.attention.latent_store:latent_store",
+}
 
 
 def select_ops(kernels: Kernels, device: torch.device) -> Ops:
@@ -92,6 +107,9 @@ def select_ops(kernels: Kernels, device: torch.device) -> Ops:
             chosen[name] = resolve(IMPLEMENTATIONS[kind], name)
         elif kind != "torch":
             products[name] = resolve(IMPLEMENTATIONS[kind], name)
+        if name == "rope_store":
+            stored = kind if kind in LATENT_STORE else portable(device)
+            chosen["latent_store"] = resolve(LATENT_STORE, stored)
     return Ops(**chosen, products=preference(products))
 
 
@@ -129,6 +147,7 @@ def invariant_gpu_ops(kernels: Kernels) -> Ops:
     without_workspace()
     names = [name for name in IMPLEMENTATIONS["triton"] if name != "experts"]
     chosen = {name: resolve(IMPLEMENTATIONS["triton"], name) for name in names}
+    chosen["latent_store"] = resolve(LATENT_STORE, "triton")
     products: list[ProductKernel] = [Library(), Dequantised()]
     experts = resolve(IMPLEMENTATIONS["triton"], "experts")
     if obstacle(GPU) is None:
@@ -139,15 +158,32 @@ def invariant_gpu_ops(kernels: Kernels) -> Ops:
     return Ops(**chosen, experts=experts, products=tuple(products), invariant=True)
 
 
-def compiled(operation: str, device: torch.device) -> Any:  # noqa: ANN401
-    """Return the reference through torch.compile.
+def compiled(name: str, device: torch.device) -> Callable[..., Any]:
+    """Return the reference of an operation through torch.compile.
 
     It compiles for one token, for the next number of tokens, and then for any number: only sizes
     that have changed become dynamic. With `dynamic=True`, widths would be dynamic, too.
     """
     if device.type == "cpu" and shutil.which("g++") is None:
-        raise ConfigError(f"kernels.{operation} is compile, which needs g++ on a CPU; use torch")
-    return torch.compile(resolve(IMPLEMENTATIONS["torch"], operation))
+        raise ConfigError(f"kernels.{name} is compile, which needs g++ on a CPU; use torch")
+    fused = torch.compile(resolve(IMPLEMENTATIONS["torch"], name))
+    if name != "rope_store":
+        return fused
+    untraced = resolve(IMPLEMENTATIONS[portable(device)], name)
+
+    @wraps(fused)
+    def rope_store(*args: Any, ranks: Ranks | None = None, **options: Any) -> Tensor:  # noqa: ANN401
+        """Run the compiled operation, unless it has a sum over ranks, which cannot be traced."""
+        is_summed = ranks is not None and ranks.tp_size > 1
+        found: Tensor = (untraced if is_summed else fused)(*args, ranks=ranks, **options)
+        return found
+
+    return rope_store
+
+
+def portable(device: torch.device) -> str:
+    """Return the implementation of an operation that runs on every device of this type."""
+    return "torch" if device.type == "cpu" else "triton"
 
 
 def fastest(operation: str, device: torch.device, *, invariant: bool = False) -> str:
@@ -160,6 +196,28 @@ def fastest(operation: str, device: torch.device, *, invariant: bool = False) ->
         return ("tiled" if operation == "fp8_linear" else "cute") if has_kernel else "torch"
     if operation in IMPLEMENTATIONS["cute"] and obstacle(device) is None:
         return "cute"
-    is_beside = operation not in OPERATIONS  # sampling, batch preparation
-    kinds = () if device.type == "cpu" else ("triton", "library")
-    return next((k for k in kinds if is_beside or operation in IMPLEMENTATIONS[k]), "torch")
+    if device.type == "cpu":
+        return "torch"
+    if operation in FUSED and not is_hopper(device) and not invariant:
+        return "compile"
+    if operation in BESIDE:
+        return portable(device)
+    return next((k for k in ("triton", "library") if operation in IMPLEMENTATIONS[k]), "torch")
+
+
+def reason(kernels: Kernels, device: torch.device) -> str:
+    """Return one line: the implementations that "auto" means on this device, and why."""
+    if kernels.invariant:
+        return "kernels.invariant is true, so every sum of a row has one order"
+    if kernels.eager:
+        return "kernels.eager is true, so auto is plain torch, without CUDA graphs"
+    if device.type == "cpu":
+        return "the device is a CPU, so auto is plain torch"
+    if is_hopper(device):
+        return "auto is the fastest kernel measured on GPUs of compute capability 9.0"
+    major, minor = torch.cuda.get_device_capability(device)
+    return (
+        f"the GPU has compute capability {major}.{minor}, and kernels were measured on 9.0 only, "
+        f"so auto is torch.compile for {', '.join(FUSED)}, and portable Triton or torch for the "
+        "rest"
+    )

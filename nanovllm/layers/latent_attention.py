@@ -5,8 +5,6 @@ Projections that all heads share, and the cache, are replicated on every rank. H
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
 from typing import NamedTuple
 
 import torch
@@ -26,8 +24,6 @@ from nanovllm.layers.ops import Ops
 from nanovllm.layers.residual import Added, Output, Residual, as_tensor
 from nanovllm.parallel.mesh import Mesh, Span
 
-REFERENCE = "nanovllm_kernels.attention.latent_reference"
-KERNELS = {"nanovllm_kernels.norms.rope_store": "nanovllm_kernels.attention.latent_store"}
 EPS = 1e-6  # of the norms of latents, independent of config.json's rms_norm_eps
 
 
@@ -54,9 +50,7 @@ class LatentAttention(Layer):
     ) -> None:
         super().__init__()
         self.sizes, self.scale, self.is_last = sizes, scale, is_last
-        # The recipe's choice of rope_store also selects the store of latents.
-        kernels = import_module(KERNELS.get(ops.rope_store.__module__, REFERENCE))
-        self.store: Callable[..., Tensor] = kernels.latent_store
+        self.store = ops.latent_store
         heads = mesh.span("num_attention_heads", sizes.heads)
         q, cached = heads.of_width(sizes.key + sizes.rotated), sizes.rank + sizes.rotated
         first = q if sizes.query_rank is None else whole(sizes.query_rank)

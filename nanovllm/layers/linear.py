@@ -136,7 +136,7 @@ class NormLinear(Linear):
         else:
             chosen = self.by_rows_pending[num_rows]
             x, residual = self._normed(residual, norm, chosen)
-            y = chosen.run(x, self.operand)
+            y = chosen.run(x, self.operand, gated=chosen.fused.gate)
         if self.gated and not chosen.fused.gate:
             y = self.ops.silu_mul(y)
         return y, residual

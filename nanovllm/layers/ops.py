@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from nanovllm_kernels.attention.latent_reference import latent_store
 from nanovllm_kernels.fp8_reference import Quantised, Scaled, Weight
 from torch import Tensor
 from torch.nn import functional as F
@@ -47,6 +48,8 @@ class Ops:
         (cos_sin_LA, float32, row = position: cosines in the first half of the R columns, sines in
         the second). Writes k and v to their places in the cache; in a float8_e4m3fn cache, divided
         by their heads' scales_2G (keys, values) and saturated. Returns the rotated q.
+    latent_store
+        The same for latent attention: nanovllm_kernels.attention.latent_reference.latent_store.
     experts
         The kernels of routed experts: layers/expert_products.py.
     delta
@@ -60,6 +63,7 @@ class Ops:
     silu_mul: Callable[[Tensor], Tensor]
     sigmoid_mul: Callable[[Tensor, Tensor], Tensor]
     rope_store: Callable[..., Tensor]
+    latent_store: Callable[..., Tensor] = latent_store
     experts: ExpertKernels = TORCH
     delta: DeltaKernels = delta_kernels.TORCH
     multiply: Multiply = F.linear  # products without a kernel: run(x_TD, weight_ND) -> y_TN

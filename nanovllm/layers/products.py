@@ -147,7 +147,10 @@ class Skinny:
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """More rows of an fp8 weight. The norm before it quantises its rows."""
+    """More rows of an fp8 weight. The norm before it quantises its rows.
+
+    With a gate it returns Quantised rows.
+    """
 
     kernels: Fp8Linear
     name = "fp8"
@@ -157,7 +160,9 @@ class Fp8:
         return self.kernels.norm_quantise
 
     def fits(self, num_rows: int, weight: Weight, fusion: Fusion) -> bool:
-        return multiplies(self.kernels, weight) and not (fusion.norm or fusion.gate)
+        if fusion.norm or not multiplies(self.kernels, weight):
+            return False
+        return not fusion.gate or (fusion.quantised and num_rows > FEW_ROWS)
 
     def run(
         self,
@@ -165,32 +170,16 @@ class Fp8:
         weight: Any,  # noqa: ANN401
         *,
         residual_TN: Tensor | None = None,
+        gated: bool = False,
         **_: object,
-    ) -> Tensor:
-        values, scales = x if isinstance(x, Quantised) else self.kernels.quantise(x)
+    ) -> Tensor | Quantised:
+        x8 = x if isinstance(x, Quantised) else self.kernels.quantise(x)
+        if gated:
+            return self.kernels.gated(x8, weight)
+        values, scales = x8
         return self.kernels.product(
             values, scales, weight.weight_ND, weight.scale, residual_TN, weight.block_rows
         )
-
-
-@dataclass(frozen=True, slots=True)
-class GatedFp8:
-    """More rows of an fp8 weight, with the gate. It returns Quantised rows."""
-
-    kernels: Fp8Linear
-    name = "fp8"
-
-    @property
-    def norm_quantise(self) -> Callable[..., Quantised]:
-        return self.kernels.norm_quantise
-
-    def fits(self, num_rows: int, weight: Weight, fusion: Fusion) -> bool:
-        is_gated = fusion.gate and fusion.quantised and not fusion.norm
-        return is_gated and num_rows > FEW_ROWS and multiplies(self.kernels, weight)
-
-    def run(self, x: Tensor | Quantised, weight: Any, **_: object) -> Quantised:  # noqa: ANN401
-        x8 = x if isinstance(x, Quantised) else self.kernels.quantise(x)
-        return self.kernels.gated(x8, weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +308,7 @@ def preference(
         fp8: Fp8Linear = kernels["fp8_linear"]
         if fp8.skinny is not None:
             found.append(Skinny(fp8.skinny, is_fp8=True))
-        found += [GatedFp8(fp8), Fp8(fp8)]
+        found.append(Fp8(fp8))
     if "gated_linear" in kernels:
         found.append(Gated(kernels["gated_linear"]))
     if "sliced_linear" in kernels:

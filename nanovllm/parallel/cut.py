@@ -7,7 +7,8 @@ from typing import Protocol
 from nanovllm_kernels.sampling.reference import BLOCK
 
 from nanovllm.config import ConfigError
-from nanovllm.parallel.mesh import EXPERTS, Mesh, Span
+from nanovllm.parallel.mesh import Mesh, Span
+from nanovllm.parallel.places import EXPERTS
 
 MOST_RANKS = 64
 INPUTS = 128  # inputs per scale of fp8 weights

@@ -27,8 +27,8 @@ class Links(NamedTuple):
     """Connections of this rank to the others."""
 
     nccl: Any  # a ProcessGroupNCCL, whose methods torch's stubs lack
-    peers: Peers
-    own_bytes: int  # size of the largest message for which our kernels are faster
+    peers: Peers | None  # None: NCCL alone
+    own_bytes: int  # size of the largest message for which our kernels are faster; -1: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class NcclMesh(Mesh):
 
     rendezvous: str = ""  # path of a file that does not exist yet
     connected: list[Links] = field(default_factory=list)  # one element once connected
+    has_peers: bool = field(default=True, kw_only=True)  # False: kernels.exchange is torch
 
     def connect(self) -> None:
         """Connect the ranks. Raise ConfigError if a GPU cannot access another's memory."""
@@ -50,6 +51,9 @@ class NcclMesh(Mesh):
         options = c10d.ProcessGroupNCCL.Options()
         nccl_store, peers_store = c10d.PrefixStore("nccl", store), c10d.PrefixStore("peers", store)
         nccl = c10d.ProcessGroupNCCL(nccl_store, self.rank, self.size, options)
+        if not self.has_peers:
+            self.connected.append(Links(nccl, None, own_bytes=-1))
+            return
         peers = connect_peers(peers_store, self.rank, self.size, device)
         self.connected.append(Links(nccl, peers, own_bytes=peers.capacity))
         ours: Callable[[Tensor], object] = partial(own.all_reduce, peers=peers)
@@ -75,7 +79,7 @@ class NcclMesh(Mesh):
 
     def gather(self, x: Tensor) -> Tensor:
         peers = self.connected[0].peers
-        if 2 * x.nbytes <= peers.capacity:
+        if peers is not None and 2 * x.nbytes <= peers.capacity:
             return own.all_gather(x.contiguous(), peers)
         return self._nccl_gather(x)
 
@@ -98,7 +102,8 @@ class NcclMesh(Mesh):
     ) -> tuple[Tensor, ...]:
         _, peers, own_bytes = self.connected[0]
         num_bytes = num_tokens * exchange.token_bytes(x_TD, weights_TK.shape[1])
-        if num_bytes <= min(own_bytes + own_bytes // 8, peers.capacity):
+        most = own_bytes + own_bytes // 8
+        if peers is not None and num_bytes <= min(most, peers.capacity):
             return exchange.gather_tokens(
                 x_TD, weights_TK, experts_TK, num_tokens=num_tokens, peers=peers
             )
@@ -107,7 +112,7 @@ class NcclMesh(Mesh):
 
     def add_own_sums(self, parts_ITD: Tensor, stream_TD: Tensor) -> None:
         links = self.connected[0]
-        if parts_ITD[0].nbytes <= links.own_bytes:
+        if links.peers is not None and parts_ITD[0].nbytes <= links.own_bytes:
             exchange.add_own_sums(parts_ITD, stream_TD, links.peers)
         else:
             Mesh.add_own_sums(self, parts_ITD, stream_TD)
@@ -145,6 +150,7 @@ class OrderedMesh(NcclMesh):
         if self.tp_size == 1:
             return x
         peers = self.connected[0].peers
+        assert peers is not None
         for piece in x.split(peers.capacity // x[0].nbytes):
             own.all_reduce(piece, peers)
         return x

@@ -9,8 +9,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from nanovllm.config import Config, Parallel
+from nanovllm.config import Config, ConfigError, Parallel
 from nanovllm.parallel.ring import RingReader, RingWriter, ring
+
+# The fields of config.json with the number of experts.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class RankLostError(RuntimeError):
@@ -76,6 +79,16 @@ class Place:
 def num_ranks(parallel: Parallel) -> int:
     """Return the number of ranks of each engine."""
     return max(parallel.tp, parallel.ep)
+
+
+def check_gpus(parallel: Parallel, num_visible: int) -> None:
+    """Raise ConfigError if the ranks of all engines need more GPUs than are visible."""
+    each = num_ranks(parallel)
+    if (needed := each * parallel.dp) > num_visible:
+        raise ConfigError(
+            f"parallel needs {needed} GPUs, {each} for each of {parallel.dp} engines; "
+            f"{num_visible} are visible. Lower parallel.tp, ep or dp, or use --device cpu"
+        )
 
 
 def places_of(config: Config, folder: str, engine: int = 0) -> list[Place]:

@@ -53,6 +53,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
     """Build the device side. Raise ConfigError if this machine cannot serve the recipe."""
     started = time.perf_counter()
     found = resolved(config, mesh)
+    log.info("kernels: %s", found.reason)
     found.mesh.connect()
     model, device = load(config, found), found.device
     # With a GPU, torch's threads would spin for the next small copy and take cores from others.

@@ -30,7 +30,7 @@ from nanovllm.config import (
 )
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.kv.split import Split, room_for_pages, running_bytes
-from nanovllm.layers.kernels import OPERATIONS, fastest, select_ops
+from nanovllm.layers.kernels import BESIDE, OPERATIONS, fastest, reason, select_ops
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder, DecoderConfig
 from nanovllm.models.weights import default_dtype
@@ -51,6 +51,7 @@ class Resolved:
     device: torch.device
     dtype: torch.dtype
     backend: AttentionBackend
+    reason: str  # implementations that kernels "auto" means here, and why
     passed_over: str  # preferred attention backends that were not chosen, with reasons
     asked_context: int | Auto  # server.max_model_tokens of the recipe
 
@@ -92,6 +93,8 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
     `mesh` is this process's; None means that of rank 0.
     """
     device, dtype = choose_device(config.recipe)
+    if config.recipe.kernels.invariant:
+        refuse_variant(config.recipe, device)
     family, model_config = read_model_config(config)
     mesh = mesh or first_rank(config.recipe.parallel)
     check_cut(mesh, model_config)
@@ -116,9 +119,27 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
         device=device,
         dtype=dtype,
         backend=backend,
+        reason=reason(config.recipe.kernels, device),
         passed_over=passed_over,
         asked_context=asked,
     )
+
+
+def refuse_variant(recipe: Recipe, device: torch.device) -> None:
+    """Raise ConfigError if a key makes a request's numbers depend on the others of its steps."""
+    if recipe.kernels.eager and device.type == "cuda":
+        raise ConfigError("kernels.eager is true, but kernels.invariant needs a GPU's kernels")
+    states, asked = recipe.cache.state_dtype, recipe.experts
+    drafts = None if recipe.speculate is None else recipe.speculate.method
+    slots, copies = "slots choose experts", "pages choose among copies of an expert"
+    for key, value, is_variant, cause in (
+        ("cache.state_dtype", states, states == "bfloat16", "ends of steps round the states"),
+        ("experts.routing", asked.routing, asked.routing == "uniform", slots),
+        ("experts.placement", asked.placement, asked.placement is not None, copies),
+        ("speculate.method", drafts, drafts == "synthetic", "drafts are accepted at random"),
+    ):
+        if is_variant:
+            raise ConfigError(f"{key} is {value}, but {cause}; drop it or kernels.invariant")
 
 
 def with_short_states(layout: CacheLayout) -> CacheLayout:
@@ -151,10 +172,10 @@ def without_autos(recipe: Recipe, device: torch.device, dtype: torch.dtype, most
     """
     on_cpu = device.type == "cpu"
     cache, kernels = recipe.cache, recipe.kernels
-    for name in ("sample", "batch_prep"):
+    for name in BESIDE:
         if on_cpu and getattr(kernels, name) == "triton":
             raise ConfigError(f"kernels.{name} is triton, which needs a GPU; use torch")
-    names = (*OPERATIONS, "sample", "batch_prep")
+    names = (*OPERATIONS, *BESIDE)
     best = partial(fastest, device=device, invariant=kernels.invariant)
     chosen = {name: best(name) for name in names if getattr(kernels, name) == "auto"}
     return replace(

@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 import msgspec
 from msgspec import Struct
@@ -28,6 +27,7 @@ from msgspec.structs import replace
 
 from nanovllm.config import Config
 from nanovllm.log import setup
+from nanovllm.own_process import set_name
 from nanovllm.server.errors import ApiError
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.served import Served
@@ -198,8 +198,7 @@ def work(pipe: Pipe, config: Config, ready: Ready) -> None:
     """Main function of the subprocess: answer each body until the pipe is closed."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent process ends it
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):  # Linux only
-        Path("/proc/self/comm").write_text(NAME)
+    set_name(NAME)
     os.nice(NICENESS)
     setup(config.recipe.server.log_format)
     served = Served(config, ready)

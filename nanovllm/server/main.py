@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -26,6 +26,7 @@ import uvloop
 
 from nanovllm.config import Config, Server as ServerConfig
 from nanovllm.log import fields
+from nanovllm.own_process import set_limit
 from nanovllm.server.access import Access
 from nanovllm.server.app import App
 from nanovllm.server.connection import Connection
@@ -110,9 +111,9 @@ def run(
 
 def _raise_file_limit() -> None:
     """Allow `MOST_FILES` open files, since the usual 1,024 would limit connections."""
-    with suppress(ValueError, OSError):
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)), hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        set_limit(resource.RLIMIT_NOFILE, max(soft, MOST_FILES))
 
 
 class DrainingServer(uvicorn.Server):

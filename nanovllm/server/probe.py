@@ -8,14 +8,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, structs
 
-from nanovllm.config import ConfigError
+from nanovllm.config import Config, ConfigError
+from nanovllm.server.parsers import PARSERS
+from nanovllm.server.parsers.markers import (
+    CALL,
+    END_HEADER,
+    END_THINK,
+    FENCE,
+    FUNCTION,
+    INVOKE,
+    MINIMAX_CALL,
+    PYTHON_TAG,
+    SEPARATOR,
+    TOOL_CALL,
+)
 from nanovllm.server.render_task import Task
 from nanovllm.server.renderer import Renderer
-from nanovllm.server.template_files import TemplateFiles
+from nanovllm.server.template_files import TemplateFiles, template_files
 from nanovllm.tokenizer import read_object
 
 MAX_RENDER_S = 5.0  # of CPU time
@@ -31,27 +46,28 @@ TOOLS = [
         },
     }
 ]
-CALL, SEPARATOR = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581sep\uff5c>"
 # Parser -> the beginning of a call to NAME.
 CALLS = {
-    "minimax_m2": r'<minimax:tool_call>\s*<invoke name="NAME">',
-    "qwen3_coder": r"<tool_call>\s*<function=NAME>",
-    "qwen3": r'<tool_call>\s*\{[^<>]*"NAME"',
-    "deepseek_r1": rf"{CALL}\w*{SEPARATOR}NAME\s*```json",
+    "minimax_m2": rf'{MINIMAX_CALL}\s*{INVOKE}NAME">',
+    "qwen3_coder": rf"{TOOL_CALL}\s*{FUNCTION}NAME>",
+    "qwen3": rf'{TOOL_CALL}\s*\{{[^<>]*"NAME"',
+    "deepseek_r1": rf"{CALL}\w*{SEPARATOR}NAME\s*{FENCE}json",
     "deepseek_v3_1": rf"{CALL}NAME{SEPARATOR}",
-    "llama3": r'(?:<\|end_header_id\|>|<\|python_tag\|>)\s*\{"name": ?"NAME", ?"parameters":',
+    "llama3": (
+        rf"(?:{re.escape(END_HEADER)}|{re.escape(PYTHON_TAG)})"
+        r'\s*\{"name": ?"NAME", ?"parameters":'
+    ),
 }
 # Parser -> calls as shown by instructions in the prompt, if the history shows none.
 SHOWN = {
-    "minimax_m2": r"<minimax:tool_call>\s*<invoke name=",
-    "qwen3_coder": r"<tool_call>\s*<function=",
-    "qwen3": r'<tool_call>\s*\{+"name"',
-    "deepseek_r1": rf"{CALL}\w*{SEPARATOR}\S+\s*```json",
+    "minimax_m2": rf"{MINIMAX_CALL}\s*<invoke name=",
+    "qwen3_coder": rf"{TOOL_CALL}\s*{FUNCTION}",
+    "qwen3": rf'{TOOL_CALL}\s*\{{+"name"',
+    "deepseek_r1": rf"{CALL}\w*{SEPARATOR}\S+\s*{FENCE}json",
     "deepseek_v3_1": rf"{CALL}\S+{SEPARATOR}",
 }
 # Added tokens specific to the models of one parser, if the template shows no calls at all.
-TOKENS = {"minimax_m2": "<minimax:tool_call>", "deepseek_r1": CALL, "qwen3": "<tool_call>"}
-END_THINK = "</think>"
+TOKENS = {"minimax_m2": MINIMAX_CALL, "deepseek_r1": CALL, "qwen3": TOOL_CALL}
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -61,6 +77,22 @@ class TemplateFacts(Struct, frozen=True):
     shows_tools: bool = True
     reads_parts: frozenset[str] = frozenset()  # roles whose content may be a list of parts
     needs_parts: frozenset[str] = frozenset()  # roles whose content must be a list of parts
+
+
+def parser_of(config: Config, facts: TemplateFacts | None = None) -> str:
+    """Return the recipe's parser, or for "auto" the one of the chat template. Raise ConfigError.
+
+    `facts` are those of the template, if it has been read already.
+    """
+    name = config.recipe.server.parser
+    if name == "auto":
+        if facts is not None:
+            return facts.parser
+        with closing(Renderer()) as renderer:
+            return facts_of(template_files(Path(config.tokenizer_dir)), renderer).parser
+    if name not in PARSERS:
+        raise ConfigError(f"server.parser is {name!r}; it must be auto, {', '.join(PARSERS)}")
+    return name
 
 
 def prefers_text(source: str) -> bool:

@@ -19,12 +19,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from multiprocessing.connection import Connection as Pipe
-from pathlib import Path
 from typing import Any
 
 import jinja2
 import msgspec
 
+from nanovllm.own_process import num_pages, set_limit, set_name
 from nanovllm.server.render_task import Rendered, Task
 from nanovllm.server.sandbox import environment
 
@@ -52,18 +52,17 @@ def work(descriptor: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent closes the pipe
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, _too_slow)
-    with contextlib.suppress(OSError):  # Linux only
-        Path("/proc/self/comm").write_text(NAME)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    set_name(NAME)
+    set_limit(resource.RLIMIT_CORE, 0)
     decode = msgspec.json.Decoder(Task).decode
-    base = _memory()
+    base = num_pages(0) * resource.getpagesize()  # of address space
     pipe = Pipe(descriptor)
     with contextlib.suppress(EOFError, OSError):
         while True:
             body = pipe.recv_bytes()
-            _limit(resource.RLIMIT_AS, base + SPARE_BYTES + BYTES_PER_BYTE * len(body))
+            set_limit(resource.RLIMIT_AS, base + SPARE_BYTES + BYTES_PER_BYTE * len(body))
             answer = answered(body, decode)
-            _limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
+            set_limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
             pipe.send_bytes(msgspec.msgpack.encode(answer))
             if answer.error == "limit":
                 return
@@ -76,7 +75,7 @@ def answered(body: bytes, decode: Callable[[bytes], Task]) -> Rendered:
         task = decode(body)
         max_s = task.max_s
         spent = os.times()
-        _limit(resource.RLIMIT_CPU, int(spent.user + spent.system + max_s + 1) + SPARE_S)
+        set_limit(resource.RLIMIT_CPU, int(spent.user + spent.system + max_s + 1) + SPARE_S)
         signal.setitimer(signal.ITIMER_PROF, max_s)
         most = min(MAX_PROMPT_CHARS, SPARE_CHARS + BYTES_PER_BYTE * len(body))
         return rendered(task, most)
@@ -200,20 +199,3 @@ def _clean(text: str) -> str:
 
 def _too_slow(*_: object) -> None:
     raise TooSlowError
-
-
-def _memory() -> int:
-    """Return the bytes of address space in use, 0 if the system does not report them."""
-    with contextlib.suppress(OSError):
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        return pages * resource.getpagesize()
-    return 0
-
-
-def _limit(kind: int, value: int) -> None:
-    """Set a soft limit, at most the hard one."""
-    _, hard = resource.getrlimit(kind)
-    if hard != resource.RLIM_INFINITY:
-        value = hard if value == resource.RLIM_INFINITY else min(value, hard)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(kind, (value, hard))

@@ -16,9 +16,10 @@ from nanovllm.registry import resolve
 from nanovllm.server.detokenize import Vocabulary
 from nanovllm.server.ends import eos_ids_of, read
 from nanovllm.server.errors import ApiError
-from nanovllm.server.parsers import PARSERS, parser_of
+from nanovllm.server.parsers import PARSERS
 from nanovllm.server.parsers.base import Family, Schemas
 from nanovllm.server.parsers.machine import OutputParser
+from nanovllm.server.probe import parser_of
 from nanovllm.server.protocol import ChatRequest, parse_request
 from nanovllm.server.ranges import ranges
 from nanovllm.server.template import Template

@@ -35,7 +35,8 @@ from nanovllm.grammars.tags import (
     sequence,
 )
 from nanovllm.server.errors import ApiError, bad_value, misplaced
-from nanovllm.server.parsers.base import END_THINK, KEY_NAME, THINK, Syntax
+from nanovllm.server.parsers.base import KEY_NAME, Syntax
+from nanovllm.server.parsers.markers import END_THINK, THINK
 from nanovllm.server.protocol import STRUCTURES, ChatRequest
 from nanovllm.server.served import Served
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import asdict
 
 from nanovllm import cli, launch
 from nanovllm.bench import store
@@ -64,15 +65,17 @@ def refused(*line: str) -> str:
          "--enable-chunked-prefill is always on and cannot be turned off"),
         ("--no-enable-lora", "leave it out; --enable-lora is not offered"),
         ("--no-enforce-eager", "leave it out"),
-        ("--enforce-eager", "use --set kernels.cuda_graphs=false"),
+        ("--enforce-eager",
+         "use --eager (plain torch; kernels without graphs: --set kernels.cuda_graphs=false)"),
+        ("--disable-cuda-graph", "use --set kernels.cuda_graphs=false"),
         ("--dtype half", "not offered: use bfloat16, the default on GPUs"),
         ("--dtype bfloat16", "use --set dtype=bfloat16 (bfloat16 or float32)"),
         ("--trust-remote-code", "not needed: no code of a model is ever run"),
         ("--attention-backend FLASH_ATTN", "use --set kernels.attention=flash"),
         ("--lora-modules a=b", "not offered: merge the adapter into the weights"),
         ("--limit-mm-per-prompt {}", "not offered: nanovllm generates text from text"),
-        ("-O3", "not offered: torch.compile is not used; graphs are captured"),
-        ("-cc.mode 3", "not offered: torch.compile is not used; graphs are captured"),
+        ("-O3", "not offered: `auto` chooses every kernel, and graphs are captured"),
+        ("-cc.mode 3", "not offered: `auto` chooses every kernel, and graphs are captured"),
         ("--quantization=awq",
          "not offered: serve the unquantised checkpoint or its FP8 version"),
         ("--speculative-algorithm EAGLE3",
@@ -152,6 +155,23 @@ def test_the_model_may_be_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused("serve", "demo", "--model", "qwen3-8b") == (
         "RECIPE is demo and --model is qwen3-8b; give one of them"
     )
+
+
+def test_eager_is_one_switch_for_all_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(launch, "serve", lambda config: seen.append(config) or 0)
+    serve = resolve(cli.COMMANDS, "serve")
+    for line in ([], ["--eager"], ["--eager", "--set", "kernels.silu_mul=triton"]):
+        assert CliRunner().invoke(serve, ["demo", *line]).exit_code == 0
+    usual, eager, but_one = (asdict(config.recipe.kernels) for config in seen)
+    assert [config.changed.get("kernels.eager") for config in seen] == [None, True, True]
+    assert usual["cuda_graphs"] and {usual[name] for name in usual if eager[name] == "torch"} == {
+        "auto"
+    }
+    others = dict(eager=True, decode="auto", cuda_graphs=False, invariant=False)
+    others["mixed_graph_tokens"] = 2048
+    assert eager == dict.fromkeys(eager, "torch") | others
+    assert but_one == eager | {"silu_mul": "triton"}
 
 
 @pytest.mark.parametrize(

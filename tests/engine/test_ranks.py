@@ -21,6 +21,7 @@ from nanovllm.engine import ranks
 from nanovllm.engine.ranks import Follower, RankedExecutor
 from nanovllm.experts import Experts, write_placement
 from nanovllm.parallel.gloo import GlooMesh
+from nanovllm.parallel.nccl import NcclMesh
 from nanovllm.parallel.places import Place, RankLostError, places_of
 from nanovllm.parallel.ring import RING_BYTES, RingWriter, ring
 from nanovllm.plan import Masks, StepPlan
@@ -367,10 +368,25 @@ def test_gpus_that_are_not_there_are_refused(
     (place,) = places_of(config, str(tmp_path), 3)
     mesh = ranks.mesh_of(config, place)
     assert (mesh.tp_size, taken) == (1, [3])
+    for key, has_peers in {
+        "exchange=torch": False,
+        "eager=true": False,
+        "eager=false": True,
+    }.items():
+        config = load_config(None, ["device=cuda", "parallel.tp=2", f"kernels.{key}"])
+        mesh = ranks.mesh_of(config, Place(0, 2, 0, "", None, 0))
+        assert isinstance(mesh, NcclMesh) and mesh.has_peers is has_peers
+    changes = ["device=cuda", "parallel.tp=2", "kernels.invariant=true", "kernels.exchange=torch"]
+    with pytest.raises(ConfigError) as caught:
+        ranks.mesh_of(load_config(None, changes), Place(0, 2, 0, "", None, 0))
+    assert str(caught.value) == "kernels.exchange is torch, but kernels.invariant needs triton"
     config = load_config(None, ["device=cuda", "parallel.tp=2", "parallel.dp=3"])
     with pytest.raises(ConfigError) as caught:
         ranks.mesh_of(config, Place(0, 2, 0, "", None, 0))
-    assert str(caught.value) == ("parallel needs 6 GPUs, 2 for each of 3 engines; 4 are visible")
+    assert str(caught.value) == (
+        "parallel needs 6 GPUs, 2 for each of 3 engines; 4 are visible. "
+        "Lower parallel.tp, ep or dp, or use --device cpu"
+    )
 
 
 # -- errors while loading -------------------------------------------------------------------------

@@ -12,7 +12,8 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from nanovllm.config import Config, Kernels
+from nanovllm.config import Config, Kernels, without_eager
+from nanovllm.layers.kernels import FUSED
 from nanovllm.wire import Sampling
 from tests.models.tiny import config_of, make_tiny
 from tests.whole_engine import WholeEngine, prompts_of
@@ -31,13 +32,12 @@ MODES = {
     "flash, eager": Kernels(attention="flash", cuda_graphs=False),
     "flash, graphs of decode only": Kernels(attention="flash", mixed_graph_tokens=0),
     "triton, graphs": Kernels(attention="triton"),
-    "compile, graphs": Kernels(
-        rms_norm="compile", add_rms_norm="compile", silu_mul="compile", rope_store="compile"
+    "compile, graphs": Kernels(**dict.fromkeys(FUSED, "compile")),
+    "as on GPUs without measured kernels": Kernels(
+        attention="triton", decode="triton", skinny_linear="torch", gated_linear="torch",
+        **dict.fromkeys(FUSED, "compile"),
     ),
-    "torch, eager": Kernels(
-        attention="torch", rms_norm="torch", add_rms_norm="torch", silu_mul="torch",
-        rope_store="torch", sample="torch", cuda_graphs=False,
-    ),
+    "torch, eager": without_eager(Kernels(eager=True)),
 }  # fmt: skip
 # Maximum error of a log-probability. In bf16, 4 layers of large weights have 0.05 to 0.15.
 TOLERANCE = 0.25

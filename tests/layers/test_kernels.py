@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from inspect import signature
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
+from nanovllm_kernels.attention.latent_store import latent_store
+from nanovllm_kernels.fp8_reference import FP8
 from nanovllm_kernels.norms import reference
+from torch import Tensor
 
 from nanovllm.config import ConfigError, Kernels
-from nanovllm.layers.kernels import OPERATIONS, select_ops
+from nanovllm.layers.kernels import BESIDE, FUSED, OPERATIONS, fastest, reason, select_ops
 from nanovllm.layers.ops import Ops
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 REFERENCE = Ops(
     reference.rms_norm,
     reference.add_rms_norm,
@@ -28,17 +32,38 @@ def test_a_cpu_runs_the_references() -> None:
 
 def test_a_gpu_can_run_the_references() -> None:
     kernels = Kernels(**dict.fromkeys(OPERATIONS, "torch"))
-    assert select_ops(kernels, torch.device("cuda")) == REFERENCE
+    assert select_ops(kernels, GPU) == REFERENCE
 
 
-def test_a_gpu_runs_triton_by_default() -> None:
-    chosen = select_ops(Kernels(rms_norm="torch"), torch.device("cuda"))
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 1)])
+def test_a_gpu_runs_triton_if_it_was_measured_there_and_else_compiles(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    chosen = select_ops(Kernels(rms_norm="torch", experts="torch", fp8_linear="torch"), GPU)
     assert chosen.rms_norm is reference.rms_norm
-    for name in ("add_rms_norm", "silu_mul", "sigmoid_mul", "rope_store"):
+    for name in FUSED[1:]:
         kernel, meaning = getattr(chosen, name), getattr(reference, name)
-        assert kernel.__name__ == name
-        assert kernel is not meaning
+        assert kernel.__name__ == name and kernel is not meaning
         assert len(signature(kernel).parameters) == len(signature(meaning).parameters)
+        assert hasattr(kernel, "get_compiler_config") is (capability != (9, 0))
+    assert chosen.latent_store is latent_store  # in Triton
+    kinds = {name: fastest(name, GPU) for name in (*OPERATIONS, *BESIDE)}
+    expected = "triton" if capability == (9, 0) else "compile"
+    assert {kinds[name] for name in FUSED} == {expected}
+    assert {kinds[name] for name in ("delta", *BESIDE)} == {"triton"}
+    told = reason(Kernels(), GPU)
+    assert ("9.0 only" in told, f"capability {capability[0]}." in told) == (
+        capability != (9, 0),
+        True,
+    )
+
+
+def test_operations_that_may_be_compiled_are_those_of_the_recipe() -> None:
+    types = get_type_hints(Kernels)
+    compilable = [name for name in types if "compile" in get_args(types[name])]
+    assert compilable == [*FUSED]
 
 
 def test_triton_on_a_cpu_is_refused() -> None:
@@ -55,31 +80,65 @@ def test_compiling_on_a_cpu_takes_a_compiler(monkeypatch: pytest.MonkeyPatch) ->
     assert str(caught.value) == expected
 
 
+class Ranks:
+    """Two tensor-parallel ranks whose sums are twice this rank's."""
+
+    tp_size = 2
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
 @torch.inference_mode()
-def test_compiled_references_mean_the_same_for_any_number_of_tokens() -> None:
-    """They also write to the cache itself, not to a copy."""
-    names = ("rms_norm", "add_rms_norm", "silu_mul", "sigmoid_mul", "rope_store")
-    ops = select_ops(Kernels(**dict.fromkeys(names, "compile")), CPU)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_references_mean_the_same_for_any_number_of_tokens(dtype: torch.dtype) -> None:
+    """They also write to the cache itself, not to a copy.
+
+    In bfloat16 results differ by an ulp of their terms, since the compiler does not round between
+    operations.
+    """
+    ops = select_ops(Kernels(**dict.fromkeys(FUSED, "compile")), CPU)
     torch.manual_seed(0)
-    norm_weight, table = torch.randn(16), torch.randn(32, 16)
+    norm_weight, table = torch.randn(16, dtype=dtype), torch.randn(32, 16)
+
+    def same(name: str, *args: object, **options: object) -> None:
+        found = getattr(ops, name)(*args, **options)
+        close(found, getattr(reference, name)(*args, **options), dtype)
+
     for tokens in (5, 9):
-        x, residual = torch.randn(tokens, 16), torch.randn(tokens, 16)
-        close(ops.rms_norm(x, norm_weight, 1e-6), reference.rms_norm(x, norm_weight, 1e-6))
-        expected = reference.add_rms_norm(x, residual, norm_weight, 1e-6)
-        close(ops.add_rms_norm(x, residual, norm_weight, 1e-6), expected)
-        close(ops.silu_mul(x), reference.silu_mul(x))
-        close(ops.sigmoid_mul(x, residual), reference.sigmoid_mul(x, residual))
-        qkv, cells = torch.randn(tokens, 8 * 16), torch.randperm(40)[:tokens]
-        arguments = qkv, norm_weight, norm_weight, 1e-6, table, torch.arange(tokens), cells
-        caches = [torch.zeros(2, 10, 4, 2, 16) for _ in range(2)]
-        found = ops.rope_store(*arguments, *caches[0])
-        close(found, reference.rope_store(*arguments, *caches[1]))
-        close(caches[0], caches[1])
-        assert int((caches[0] != 0).any(-1).any(-1).sum()) == 2 * tokens
+        x, residual = torch.randn(2, tokens, 16).to(dtype)
+        x_ITD = torch.randn(3, tokens, 16, dtype=dtype)  # partial products
+        same("rms_norm", x, norm_weight, 1e-6)
+        same("silu_mul", x)
+        for each in (x, x_ITD):
+            same("add_rms_norm", each, residual, norm_weight, 1e-6)
+            same("sigmoid_mul", each, residual)
+        qkv, cells = torch.randn(tokens, 8 * 16, dtype=dtype), torch.randperm(40)[:tokens]
+        arguments = norm_weight, norm_weight, 1e-6, table, torch.arange(tokens), cells
+        for scales_2G in (None, torch.tensor([[0.1, 0.2], [0.3, 0.4]])):
+            cached = dtype if scales_2G is None else FP8
+            caches = [torch.zeros(2, 10, 4, 2, 16).to(cached) for _ in range(2)]
+            found = ops.rope_store(qkv, *arguments, *caches[0], scales_2G)
+            close(found, reference.rope_store(qkv, *arguments, *caches[1], scales_2G), dtype)
+            close(caches[0].float(), caches[1].float(), cached)
+            assert int((caches[0].float() != 0).any(-1).any(-1).sum()) == 2 * tokens
 
 
-def close(actual: object, expected: object) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+@torch.inference_mode()
+def test_a_sum_over_ranks_is_not_compiled() -> None:
+    """It is a call of a library, which torch.compile cannot trace."""
+    ops = select_ops(Kernels(rope_store="compile"), CPU)
+    qkv, norms, table = torch.randn(3, 128), (torch.randn(64), torch.randn(32)), torch.randn(32, 16)
+    arguments = *norms, 1e-6, table, torch.arange(3), torch.arange(3)
+    caches = [torch.zeros(2, 10, 4, 2, 16) for _ in range(2)]
+    found = ops.rope_store(qkv, *arguments, *caches[0], ranks=Ranks())
+    assert found.equal(reference.rope_store(qkv, *arguments, *caches[1], ranks=Ranks()))
+    assert caches[0].equal(caches[1])
+
+
+def close(actual: object, expected: object, dtype: torch.dtype) -> None:
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-6, FP8: 2**-3}[dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_products_in_cute_are_refused_where_they_cannot_run() -> None:

@@ -12,12 +12,12 @@ import torch
 from nanovllm_kernels.norms.reference import rms_norm, silu_mul
 from nanovllm_kernels.products import library_linear
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, _dynamo
 from transformers import AutoConfig
 
 from nanovllm.attention import latent
 from nanovllm.config import Kernels
-from nanovllm.layers.kernels import select_ops
+from nanovllm.layers.kernels import FUSED, select_ops
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.products import preference
 from nanovllm.layers.rope import cos_sin_table
@@ -189,6 +189,22 @@ def test_products_in_slices_and_onto_the_stream(
             steps = Steps(tmp_path, model, prompts(), Mesh())
             assert_equal_logits(our_logits(steps, SCHEDULES[schedule]), expected)
         assert counted.call_count == times * 2 * (4 + 4)  # layers, steps
+
+
+@pytest.mark.parametrize("case", ["minimax_m2", "deepseek_v3", "qwen3_next"])
+def test_compiled_operations_give_the_same_logits(case: str, tmp_path: Path) -> None:
+    """Each operation is compiled at most eight times, which is torch's limit, in one family."""
+    family, overrides = CASES[case]
+    expected = expected_logits(make_tiny(tmp_path, family, **overrides))
+    _dynamo.reset()
+    model = load(tmp_path, ops=select_ops(Kernels(**dict.fromkeys(FUSED, "compile")), CPU))
+    with _dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for schedule in SCHEDULES.values():
+            steps = Steps(tmp_path, model, prompts(), Mesh())
+            assert_equal_logits(our_logits(steps, schedule), expected, case)
+    num_frames = _dynamo.utils.counters["frames"]
+    assert num_frames["ok"] == num_frames["total"] >= 6
+    assert not _dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -99,3 +99,16 @@ def test_lanes_exchange_many_tokens_by_nccl() -> None:
     sizes = [5 * 64 * 4, 5 * 2 * 4, 5 * 2 * 4]
     expected = [*(("GATHER", size) for size in sizes), ("SCATTER", 2 * sizes[0])]
     assert mesh.connected[0].nccl.asked == expected
+
+
+def test_without_peers_nccl_does_all() -> None:
+    """kernels.exchange is torch: no message is short enough for our kernels."""
+    mesh = NcclMesh(0, 2, "", [Links(Recorded(), None, -1)], has_peers=False)
+    assert mesh.all_reduce(torch.ones(1)).tolist() == [2.0]
+    assert mesh.gather(torch.ones(1)).tolist() == [[1.0], [1.0]]
+    assert mesh.peers_for(torch.ones(1)) is None
+    lanes = NcclMesh(0, 1, "", [Links(Recorded(), None, -1)], ep_size=2, has_peers=False)
+    lanes.gather_tokens(torch.ones(1, 1), torch.ones(1, 1), torch.zeros(1, 1).int(), 1)
+    lanes.add_own_sums(torch.ones(2, 1, 1), torch.ones(1, 1))
+    assert mesh.connected[0].nccl.asked == [("SUM", 4), ("GATHER", 4)]
+    assert lanes.connected[0].nccl.asked == [*[("GATHER", 4)] * 3, ("SCATTER", 8)]

@@ -221,8 +221,8 @@ class PieceGraph:
     def replay(self) -> None: ...
 
 
-def imagine_a_gpu(notes: Notes) -> None:
-    """Patch this process permanently."""
+def imagine_a_gpu(notes: Notes, major: int = 9) -> None:
+    """Patch this process permanently. `major` is of the GPU's compute capability."""
     triton.runtime.driver.set_active(Hopper())
     JITFunction.run = triton_noted(notes)
     compile_cache.CachedCompile.__call__ = cute_noted(notes)
@@ -246,9 +246,9 @@ def imagine_a_gpu(notes: Notes) -> None:
     for name in IMPORTED:
         import_module(name)
     fakes = dict(
-        generation=lambda where: 9,
-        is_hopper=lambda where: True,
-        can_overlap=lambda where: True,
+        generation=lambda where: major,
+        is_hopper=lambda where: major == 9,
+        can_overlap=lambda where: major >= 9,
         processors=lambda where: PROCESSORS,
         INTERPRETED_PROCESSORS=PROCESSORS,
     )
@@ -258,9 +258,12 @@ def imagine_a_gpu(notes: Notes) -> None:
                 if hasattr(module, what):
                     setattr(module, what, fake)
     latent_rows.expanded = unwritten
-    kernels.obstacle = lambda where: None
+    if major == 9:
+        kernels.obstacle = lambda where: None
+    torch.cuda.get_device_capability = lambda where: (major, 0)
     for module, name in (
         (kernels, "fastest"),
+        (resolved, "reason"),
         (resolved, "select_ops"),
         (resolved, "choose_backend"),
         (resolved, "without_autos"),
@@ -281,10 +284,12 @@ class First(NcclMesh):
         return count
 
 
-def first_of(tp: int) -> Mesh:
-    """Return rank 0 of `tp` ranks. Its short messages use the project's own kernels."""
+def first_of(tp: int, *, has_peers: bool = True) -> Mesh:
+    """Return rank 0 of `tp` ranks. With peers, short messages use the project's own kernels."""
     if tp == 1:
         return Mesh()
+    if not has_peers:
+        return First(0, tp, connected=[Links(Recorded(), None, -1)])
     at = torch.zeros(tp, dtype=torch.int64), torch.zeros(PROGRAMS, dtype=torch.int32)
     links = Links(Recorded(), Peers(0, tp, CAPACITY, *at), CAPACITY)
     return First(0, tp, connected=[links])
@@ -311,7 +316,9 @@ def built_for(notes: Notes) -> Callable[..., build.Built]:
     """Return a replacement of runner.build.build that compiles everything before requests."""
 
     def make(config: Config, _: object = None) -> build.Built:
-        found = resolved.resolved(config, first_of(config.recipe.parallel.tp))
+        has_peers = config.recipe.kernels.exchange != "torch"
+        mesh = first_of(config.recipe.parallel.tp, has_peers=has_peers)
+        found = resolved.resolved(config, mesh)
         model = found.empty_model(torch.device("cpu"))
         for job in build.jobs_of(found, model):
             notes.note(job.function, (("kind", job.arguments),))
@@ -321,8 +328,9 @@ def built_for(notes: Notes) -> Callable[..., build.Built]:
         runner.device = Cuda("cpu")
         build.warm_up(runner, recipe)
         runner.device = device
-        assert not graphs.obstacles(recipe), graphs.obstacles(recipe)
-        build.capture(runner, recipe)
+        if recipe.kernels.cuda_graphs:
+            assert not graphs.obstacles(recipe), graphs.obstacles(recipe)
+            build.capture(runner, recipe)
         notes.is_warming = False
         return build.Built(runner, recipe, found.model_config.vocab_size, found.layout)
 

@@ -11,11 +11,11 @@ import pytest
 
 from nanovllm.config import DEMO, ConfigError, load_config
 from nanovllm.registry import resolve
-from nanovllm.server.parsers import PARSERS, parser_of
+from nanovllm.server.parsers import PARSERS
 from nanovllm.server.parsers.base import CallPart, CallStart
-from nanovllm.server.parsers.json_calls import CALL, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from nanovllm.server.parsers.machine import OutputParser
-from nanovllm.server.probe import TemplateFacts, facts_of
+from nanovllm.server.parsers.markers import CALL, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from nanovllm.server.probe import TemplateFacts, facts_of, parser_of
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.renderer import Renderer
 from nanovllm.server.template import Template

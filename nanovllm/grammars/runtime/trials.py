@@ -32,6 +32,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
+from nanovllm.own_process import num_pages, set_limit, set_name
+
 Attempt: TypeAlias = Callable[[str], str]  # returns the fault of a text, or ""
 
 HEADER = struct.Struct("<Qd")  # bytes of the text that follows, CPU seconds for it
@@ -155,8 +157,8 @@ def serve(control: socket.socket, prepare: Callable[[], Attempt]) -> NoReturn:
     """Fork for each socket that arrives, until the engine's end of `control` closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
-    with suppress(OSError):  # these files exist only on Linux
-        Path("/proc/self/comm").write_text(multiprocessing.current_process().name)
+    set_name(multiprocessing.current_process().name)
+    with suppress(OSError):  # the file exists only on Linux
         Path("/proc/self/oom_score_adj").write_text("1000")  # preferred victim, before the engine
     warnings.simplefilter("ignore", DeprecationWarning)  # numpy's threads are idle at a fork
     attempt = prepare()
@@ -177,7 +179,7 @@ def answer(asked: socket.socket, attempt: Attempt) -> NoReturn:
         limit_resources()
         size, cpu_s = HEADER.unpack(asked.recv(HEADER.size, socket.MSG_WAITALL))
         text = asked.recv(size, socket.MSG_WAITALL).decode()
-        limit(resource.RLIMIT_CPU, math.ceil(cpu_s) + 1)  # in case the thread below does not run
+        set_limit(resource.RLIMIT_CPU, math.ceil(cpu_s) + 1)  # if the thread below does not run
         answering = threading.Lock()  # acquired by the answering thread and never released
         watch = threading.Thread(target=leave_early, args=(asked, cpu_s, answering), daemon=True)
         watch.start()
@@ -206,14 +208,7 @@ def limit_resources() -> None:
     """Limit memory, stack and core files. Beyond a limit xgrammar raises, or the fork crashes."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)  # the engine's own compilation prints the same messages
-    limit(resource.RLIMIT_CORE, 0)
-    limit(resource.RLIMIT_STACK, STACK_BYTES)
-    with suppress(OSError):  # only Linux reports its size
-        num_pages = int(Path("/proc/self/statm").read_text().split()[5])
-        limit(resource.RLIMIT_DATA, num_pages * resource.getpagesize() + MEMORY_BYTES)
-
-
-def limit(kind: int, amount: int) -> None:
-    _, most = resource.getrlimit(kind)
-    within = amount if most == resource.RLIM_INFINITY else min(amount, most)
-    resource.setrlimit(kind, (within, most))
+    set_limit(resource.RLIMIT_CORE, 0)
+    set_limit(resource.RLIMIT_STACK, STACK_BYTES)
+    if held := num_pages(5):  # of data and stack
+        set_limit(resource.RLIMIT_DATA, held * resource.getpagesize() + MEMORY_BYTES)

@@ -13,8 +13,9 @@ from typing import TypeAlias, TypeVar
 
 from msgspec import Struct
 
+from nanovllm.server.parsers.markers import END_THINK, THINK
+
 T = TypeVar("T")
-THINK, END_THINK = "<think>", "</think>"
 SPACE = re.compile(r"[ \t\r\n]*")  # JSON's
 # A name must not contain a mark; see `Vocabulary.marks`.
 FUNCTION_NAME = re.compile(r'[^\s<>"\ud800-\udfff]{1,256}')

@@ -18,23 +18,25 @@ from nanovllm.server.parsers.base import (
     Syntax,
 )
 from nanovllm.server.parsers.json_call import JsonCall, object_of, quoted_object
-
-END_CALL = "</tool_call>"
-CALLS_BEGIN, CALL, SEPARATOR, CALL_END, CALLS_END = (
-    "<\uff5ctool\u2581calls\u2581begin\uff5c>",
-    "<\uff5ctool\u2581call\u2581begin\uff5c>",
-    "<\uff5ctool\u2581sep\uff5c>",
-    "<\uff5ctool\u2581call\u2581end\uff5c>",
-    "<\uff5ctool\u2581calls\u2581end\uff5c>",
+from nanovllm.server.parsers.markers import (
+    CALL,
+    CALL_END,
+    CALLS_BEGIN,
+    CALLS_END,
+    END_HEADER,
+    END_TOOL_CALL,
+    FENCE,
+    PYTHON_TAG,
+    SEPARATOR,
+    TOOL_CALL,
 )
-FENCE = "```"
 
 
 def read_tagged(source: Source, emit: Emit, marks: Marks, schemas: Schemas) -> Reader[None]:
     """Read calls after <tool_call>: one, several or a list of them, then </tool_call>."""
-    yield from _calls(source, emit, marks[END_CALL], None)
+    yield from _calls(source, emit, marks[END_TOOL_CALL], None)
     yield from source.space()
-    yield from source.literal(marks[END_CALL])
+    yield from source.literal(marks[END_TOOL_CALL])
 
 
 def read_untagged(source: Source, emit: Emit, marks: Marks, schemas: Schemas) -> Reader[None]:
@@ -126,9 +128,9 @@ def _marked_arguments(source: Source, emit: Emit, name: str, marks: Marks) -> Re
 
 QWEN3 = Family(
     turns=("<|im_start|>assistant\n", "<|im_end|>"),
-    opener="<tool_call>",
-    call_markers=(END_CALL,),
-    syntax=Syntax(('<tool_call>\n{"name": QUOTED, "arguments": ', "}\n</tool_call>")),
+    opener=TOOL_CALL,
+    call_markers=(END_TOOL_CALL,),
+    syntax=Syntax((f'{TOOL_CALL}\n{{"name": QUOTED, "arguments": ', f"}}\n{END_TOOL_CALL}")),
     read_calls=read_tagged,
 )
 
@@ -143,7 +145,7 @@ DEEPSEEK_R1 = Family(
     opener=CALLS_BEGIN,
     call_markers=(CALLS_END, CALL, SEPARATOR, CALL_END),
     syntax=Syntax(
-        (f"{CALL}function{SEPARATOR}NAME\n```json\n", f"\n```{CALL_END}"),
+        (f"{CALL}function{SEPARATOR}NAME\n{FENCE}json\n", f"\n{FENCE}{CALL_END}"),
         block=(CALLS_BEGIN, CALLS_END),
     ),
     read_calls=read_marked,
@@ -160,8 +162,8 @@ DEEPSEEK_V3_1 = structs.replace(
 # Llama 3.1 and later: the whole answer is one call.
 LLAMA3 = Family(
     thinks=False,
-    turns=("<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
-    opener="<|python_tag|>",
+    turns=(f"<|start_header_id|>assistant{END_HEADER}\n\n", "<|eot_id|>"),
+    opener=PYTHON_TAG,
     bare=("{", "["),
     read_bare=read_untagged,
     syntax=Syntax(('{"name": QUOTED, "parameters": ', "}"), between="", is_single=True),

@@ -17,8 +17,6 @@ import re
 
 from nanovllm.server.detokenize import held_back
 from nanovllm.server.parsers.base import (
-    END_THINK,
-    THINK,
     CallEnd,
     CallPart,
     CallStart,
@@ -31,6 +29,7 @@ from nanovllm.server.parsers.base import (
     Source,
     Text,
 )
+from nanovllm.server.parsers.markers import END_THINK, THINK
 
 WHITE = re.compile(r"\s*")
 FENCE = "```"

@@ -27,6 +27,16 @@ from nanovllm.server.parsers.base import (
     Syntax,
 )
 from nanovllm.server.parsers.json_types import Types, as_json, names_of, quoted, types_of
+from nanovllm.server.parsers.markers import (
+    END_FUNCTION,
+    END_INVOKE,
+    END_MINIMAX_CALL,
+    END_TOOL_CALL,
+    FUNCTION,
+    INVOKE,
+    MINIMAX_CALL,
+    TOOL_CALL,
+)
 
 END_VALUE = "</parameter>"
 
@@ -40,17 +50,17 @@ class Form(Struct, frozen=True):
 
 
 CODER = Form(
-    call=("<function=", ">"),
+    call=(FUNCTION, ">"),
     parameter=("<parameter=", ">"),
-    end_call="</function>",
-    end_block="</tool_call>",
+    end_call=END_FUNCTION,
+    end_block=END_TOOL_CALL,
     pad="\n",
 )
 MINIMAX = Form(
-    call=('<invoke name="', '">'),
+    call=(INVOKE, '">'),
     parameter=('<parameter name="', '">'),
-    end_call="</invoke>",
-    end_block="</minimax:tool_call>",
+    end_call=END_INVOKE,
+    end_block=END_MINIMAX_CALL,
     pad="",
 )
 
@@ -311,10 +321,10 @@ class _Value(Struct, frozen=True):
 # Qwen3-Coder and Qwen3.5.
 QWEN3_CODER = Family(
     turns=("<|im_start|>assistant\n", "<|im_end|>"),
-    opener="<tool_call>",
-    call_markers=("</tool_call>",),
+    opener=TOOL_CALL,
+    call_markers=(END_TOOL_CALL,),
     syntax=Syntax(
-        ("<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>"),
+        (f"{TOOL_CALL}\n{FUNCTION}NAME>\n", f"{END_FUNCTION}\n{END_TOOL_CALL}"),
         style="qwen_xml",
         parameter=("<parameter=NAME>\n", "\n</parameter>\n"),
     ),
@@ -324,11 +334,11 @@ QWEN3_CODER = Family(
 
 MINIMAX_M2 = Family(
     turns=("]~b]ai\n", "[e~["),
-    opener="<minimax:tool_call>",
-    call_markers=("</minimax:tool_call>",),
+    opener=MINIMAX_CALL,
+    call_markers=(END_MINIMAX_CALL,),
     syntax=Syntax(
-        ('<invoke name="NAME">\n', "</invoke>\n"),
-        block=("<minimax:tool_call>\n", "</minimax:tool_call>"),
+        (f'{INVOKE}NAME">\n', f"{END_INVOKE}\n"),
+        block=(f"{MINIMAX_CALL}\n", END_MINIMAX_CALL),
         between="",
         style="minimax_xml",
         parameter=('<parameter name="NAME">', "</parameter>\n"),

@@ -8,13 +8,15 @@ from random import Random
 
 from nanovllm.registry import resolve
 from nanovllm.server.parsers import PARSERS
-from nanovllm.server.parsers.base import END_THINK, THINK, Family
-from nanovllm.server.parsers.json_calls import (
+from nanovllm.server.parsers.base import Family
+from nanovllm.server.parsers.markers import (
     CALL,
     CALL_END,
     CALLS_BEGIN,
     CALLS_END,
+    END_THINK,
     SEPARATOR,
+    THINK,
 )
 
 SCHEMA = {

@@ -8,8 +8,8 @@ import pytest
 
 from nanovllm.server.parsers import PARSERS
 from nanovllm.server.parsers.base import CallPart, CallStart, Event, Reasoning, Text
-from nanovllm.server.parsers.json_calls import CALL, CALL_END, CALLS_BEGIN, SEPARATOR
 from nanovllm.server.parsers.machine import OutputParser
+from nanovllm.server.parsers.markers import CALL, CALL_END, CALLS_BEGIN, SEPARATOR
 from tests.server.parsers.generated_outputs import family_of, marks_of
 
 

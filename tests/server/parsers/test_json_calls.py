@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nanovllm.server.parsers.base import Reasoning, Text
-from nanovllm.server.parsers.json_calls import CALL, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from nanovllm.server.parsers.machine import OutputParser
+from nanovllm.server.parsers.markers import CALL, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.server.parsers.generated_outputs import family_of, marks_of
 from tests.server.parsers.test_families import call, merged, seen
 
