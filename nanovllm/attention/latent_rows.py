@@ -29,7 +29,6 @@ from nanovllm.attention.latent import Latents
 from nanovllm.attention.paged import DecodeAndChunks
 
 PIECE = 4096  # cached tokens that are expanded at once: 0.35 GB with 128 heads
-ORDERED_PIECE = 256  # tokens of one product with each head's matrix, for whole rows
 GROUP = 16  # tokens of an absorbed chunk that are treated as one decode row
 MOST_ABSORBED = 1024  # maximum absorbed chunk tokens of a step: 256 MB with 128 heads
 SLOWER = 2  # cost of an absorbed operation relative to an expanded one
@@ -69,8 +68,7 @@ class Absorbed:
         if self.plan is None:
             self.kernel = self.fitting(cache, q_THA)
             self.plan = self.kernel.plan(self.lengths_R, pages, num_heads, self.width)
-        q_HTX = cache.key_HAX.new_empty(num_heads, len(q_THA), cache.key_HAX.shape[2])
-        self.multiply(q_THA[..., :size].transpose(0, 1), cache.key_HAX, q_HTX)
+        q_HTX = torch.bmm(q_THA[..., :size].transpose(0, 1), cache.key_HAX)
         o_THX = self.kernel.attend(
             q_HTX.transpose(0, 1),
             q_THA[..., size:],
@@ -84,17 +82,8 @@ class Absorbed:
         )
         if out_THA is None:
             out_THA = q_THA.new_empty(*q_THA.shape[:2], cache.width)
-        self.multiply(o_THX.transpose(0, 1), cache.value_HAX.mT, out_THA.transpose(0, 1))
+        into(out_THA, o_THX.transpose(0, 1), cache.value_HAX)
         return out_THA
-
-    def multiply(self, x_HTA: Tensor, matrix_HAX: Tensor, out_HTX: Tensor) -> None:
-        """Multiply each head's rows by its matrix. Whole rows are multiplied in pieces.
-
-        The library gave a row other bits in a product of thousands of rows than in one of hundreds.
-        """
-        rows = ORDERED_PIECE if self.kernel is WHOLE_ROWS else max(1, x_HTA.shape[1])
-        for x_HYA, out_HYX in zip(x_HTA.split(rows, 1), out_HTX.split(rows, 1), strict=True):
-            torch.bmm(x_HYA, matrix_HAX, out=out_HYX)
 
     def fitting(self, cache: Latents, q_THA: Tensor) -> DecodeKernel:
         """Return the kernel, or the portable one if it does not support these heads or rows."""

@@ -60,7 +60,8 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """`h200-x8`, or `cpu-x2` without a GPU."""
         if not self.gpu:
             return f"cpu-x{self.cpu_cores}"
-        name = re.sub(r"nvidia|geforce|[^a-z0-9]+", " ", self.gpu.lower())
+        # Of "NVIDIA H100 80GB HBM3" the memory does not matter here. It is a field of its own.
+        name = re.sub(r"nvidia|geforce|\d+gb|hbm\w+|[^a-z0-9]+", " ", self.gpu.lower())
         return f"{'-'.join(name.split())}-x{self.gpu_count}"
 
 

@@ -241,7 +241,7 @@ SERVERS: Table = {
         never("compilation-config optimization-level -O* -cc *torch-compile* jit-monitor-* "
               "performance-mode", "`auto` chooses every kernel, and graphs are captured"),
         use("enable-deterministic-inference rl-on-policy-target", "--set kernels.invariant=true",
-            "on a CPU; on a GPU the batch can change a text"),
+            "on GPUs for Qwen3, Qwen3-MoE and Llama"),
         use("device", "--device {NAME}", "auto, cuda or cpu"),
     ),
     "Speculative decoding": (

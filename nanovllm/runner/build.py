@@ -29,7 +29,7 @@ from nanovllm.parallel.places import num_ranks
 from nanovllm.runner.batch import BatchPrep, Slots, StepRows, decode_rows
 from nanovllm.runner.caches import make_caches, states_of
 from nanovllm.runner.graphs import graph_sizes, largest_graph, obstacles, piecewise_sizes
-from nanovllm.runner.invariance import check_products
+from nanovllm.runner.invariance import check_known, check_products
 from nanovllm.runner.precompile import compile_in_background, jobs_of
 from nanovllm.runner.resolved import Resolved, num_pages_that_fit, resolved
 from nanovllm.runner.room import check_room
@@ -105,6 +105,8 @@ def load(config: Config, found: Resolved) -> Decoder:
     check_room(found)
     use_folder(cache_dir())
     model = found.empty_model(found.device)
+    if found.recipe.kernels.invariant and found.device.type == "cuda":
+        check_known(model)
     with compile_in_background([] if found.mesh.rank else jobs_of(found, model)):
         fill(model, config)
     found.mesh.least(0)  # a barrier: the other ranks wait for the kernels that rank 0 compiles

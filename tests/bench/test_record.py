@@ -131,6 +131,8 @@ def test_gpus_are_read_from_nvidia_smi() -> None:
     rest = {"cpu": "x", "cpu_cores": 1, "memory_gib": 1.0, "system": "Linux"}
     found = msgspec.convert(gpus | rest, Machine, strict=False)
     assert found.slug == "h200-x2"
+    h100 = msgspec.structs.replace(found, gpu="NVIDIA H100 80GB HBM3", gpu_count=4)
+    assert h100.slug == "h100-x4"
     assert (found.gpu_memory_mib, found.power_limit_w, found.max_sm_mhz) == (143771, 700, 1980)
     assert (found.max_memory_mhz, found.sm_mhz, found.driver) == (3201, 1755, "580.159.03")
     odd = csv.replace("1755", "[N/A]").replace("700.00", "[Not Supported]")

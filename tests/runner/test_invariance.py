@@ -16,7 +16,7 @@ from nanovllm.config import ConfigError, Kernels
 from nanovllm.layers.kernels import select_ops
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.products import preference
-from nanovllm.runner.invariance import check_products
+from nanovllm.runner.invariance import check_known, check_products
 from tests.models.steps import CPU, load
 from tests.models.tiny import CASES, make_tiny
 
@@ -60,3 +60,19 @@ def test_experts_that_split_their_inputs_are_named(tmp_path: Path) -> None:
     ops = replace(INVARIANT, experts=INVARIANT.experts._replace(few=few))
     with pytest.raises(ConfigError, match=r"the product with layers\.\d+\.\S+ \[\d+, \d+, \d+\] "):
         check(tmp_path, "qwen3_moe", ops)
+
+
+@pytest.mark.parametrize(("case", "is_known"), [("qwen3_moe", True), ("minimax_m2", False)])
+def test_routers_in_float32_are_not_known_to_be_invariant(
+    case: str, is_known: bool, tmp_path: Path
+) -> None:
+    family, overrides = CASES[case]
+    make_tiny(tmp_path, family, **overrides)
+    model = load(tmp_path, dtype=torch.bfloat16)
+    if is_known:
+        check_known(model)
+        return
+    with pytest.raises(
+        ConfigError, match=r"the weight of layers\.0\.\S+ is float32, and on a GPU "
+    ):
+        check_known(model)
