@@ -9,8 +9,17 @@ from msgspec import Struct
 
 from nanovllm.typed_yaml import ConfigError
 
+MODELS = ("draft_model",)  # methods whose drafts come from a model with layers of its own
 MOST_DRAFTS = 7
 MOST_MATCH = 1024
+
+
+class Drafts(Struct, frozen=True, kw_only=True):
+    """Settings of drafts for the scheduler."""
+
+    most: int = 0  # maximum drafts of a row; 0: no drafts
+    tokens_ahead: int = 0  # tokens after a row's last one that a draft model computes
+    adapt: bool = True
 
 
 class Speculate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,12 +27,25 @@ class Speculate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     # ngram: propose the tokens after the previous occurrence of the request's latest tokens. The
     # text does not change. synthetic: arbitrary drafts, accepted at the rates in `accept`, to
-    # measure speed. The output is not meaningful text.
-    method: Literal["ngram", "synthetic"]
+    # measure speed. The output is not meaningful text. draft_model: drafts of the small model in
+    # the folder `model`, which has the same tokenizer. The text does not change.
+    method: Literal["ngram", "synthetic", "draft_model"]
     tokens: int = 3  # maximum drafts of a request in a step
     min_match: int = 2  # ngram: least number of tokens that must match
     max_match: int = 8  # ngram: number of tokens to match that is tried first
     accept: list[float] = []  # synthetic: acceptance rate of each position, over all steps
+    # draft_model: a folder. The demo has a draft model of its own.
+    model: str | None = None
+    # shared: models draw drafts with the noise and temperature of the target's draws. argmax: they
+    # take their most likely token.
+    drafts_by: Literal["shared", "argmax"] = "shared"
+    # Feed as many drafts as pay off, by their acceptance so far. false: feed all that have room.
+    adapt: bool = True
+
+    @property
+    def drafts(self) -> Drafts:
+        ahead = self.tokens if self.method in MODELS else 0
+        return Drafts(most=self.tokens, tokens_ahead=ahead, adapt=self.adapt)
 
 
 def check(speculate: Speculate, engine: str) -> None:

@@ -32,6 +32,7 @@ DRIVEN_BY = {
     "tests/spec/test_drafters.py": """
         nanovllm/spec/__init__.py nanovllm/spec/base.py nanovllm/spec/ngram.py
         nanovllm/spec/synthetic.py""",
+    "tests/spec/test_draft_model.py": "nanovllm/spec/model_base.py nanovllm/spec/model_drafter.py",
     "tests/kernels/attention/test_latent_decode.py": """
         kernels/nanovllm_kernels/attention/latent_reference.py
         kernels/nanovllm_kernels/attention/latent_cases.py

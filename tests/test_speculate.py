@@ -68,9 +68,15 @@ NOT_FALLING = "numbers (speculate.tokens) between 0 and 1, each at most the prev
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        ("speculate.tokens=3", "speculate.method is None; it must be ngram or synthetic"),
-        ("speculate={}", "speculate.method is None; it must be ngram or synthetic"),
-        ("speculate.method=mtp", "speculate.method is 'mtp'; it must be ngram or synthetic"),
+        (
+            "speculate.tokens=3",
+            "speculate.method is None; it must be ngram, synthetic or draft_model",
+        ),
+        ("speculate={}", "speculate.method is None; it must be ngram, synthetic or draft_model"),
+        (
+            "speculate.method=medusa",
+            "speculate.method is 'medusa'; it must be ngram, synthetic or draft_model",
+        ),
         ("speculate=3", "speculate is a section; write speculate.<key>"),
         ("speculate.metod=ngram", "unknown key speculate.metod; did you mean speculate.method?"),
         ("min_match=3", "unknown key min_match; did you mean speculate.min_match?"),

@@ -185,8 +185,12 @@ class Decoder(Layer):
         With `ctx.all_hidden`, return those of all tokens, x_TD.
         """
         residual: Residual = Added(self.embed(token_ids_T))
-        for block in self.layers:
+        for layer, block in enumerate(self.layers):
+            if ctx.taps is not None:
+                residual = ctx.taps.take(layer, residual)
             residual = block(residual, self.cos_sin_LA, ctx)
+        if ctx.taps is not None:
+            residual = ctx.taps.take(len(self.layers), residual)
         x_SD: Tensor = self.norm(residual)[0]
         return x_SD
 

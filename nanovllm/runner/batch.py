@@ -78,6 +78,8 @@ class Slots:
             self.device,
         )
         slots_N, cached_N, prompts_N, token_at_T, tokens_T, page_at_P, pages_P = sent
+        if plan.admits:  # drafts may be computed beyond the pages of a slot: in the padding page
+            self.pages_NM.index_fill_(0, slots_N.long(), 0)
         self.pages_NM.view(-1).index_copy_(0, page_at_P.long(), pages_P)
         if plan.admits:
             at_N = slots_N.long()

@@ -29,10 +29,13 @@ PROBE_EVERY, PROBE_DRAFTS = 16, 2  # steps between probes (more with many rows),
 
 
 class Drafting:
-    """Acceptance histories and latest drafts of the rows. `most`: the maximum drafts per row."""
+    """Acceptance histories and latest drafts of the rows.
 
-    def __init__(self, num_slots: int, most: int) -> None:
-        self.most = most
+    `most` is the maximum drafts per row. Without `adapt`, rows feed all drafts that have room.
+    """
+
+    def __init__(self, num_slots: int, most: int, *, adapt: bool = True) -> None:
+        self.most, self.adapt = most, adapt
         self.reach = np.zeros(num_slots, np.int32)  # tokens: the end of the drafts fed so far
         self._found = np.zeros(num_slots, np.int32)  # real drafts among the latest reported ones
         self._tokens_ND = np.zeros((num_slots, most), np.int32)  # the reported drafts, then fillers
@@ -59,6 +62,14 @@ class Drafting:
         found_R = np.minimum(self._found[slots_R], most_R)
         if not np.count_nonzero(found_R):
             return found_R
+        drafts_R = self._worthwhile(step, slots_R, found_R) if self.adapt else found_R
+        if int(drafts_R.sum()) > budget:  # the first rows have precedence
+            before_R = drafts_R.cumsum(dtype=np.int32) - drafts_R
+            drafts_R = np.clip(budget - before_R, 0, drafts_R)
+        return drafts_R
+
+    def _worthwhile(self, step: int, slots_R: SlotIndices, found_R: Int32) -> Int32:
+        """Return the number of drafts of each row that pay off, at most `found_R`."""
         rates_R = self._rates[slots_R]
         drafts_R = np.minimum(found_R, worthwhile(rates_R, len(slots_R)))
         price = STEP_COST * len(slots_R) + cost(len(slots_R)) * int(drafts_R.sum())
@@ -66,9 +77,6 @@ class Drafting:
             drafts_R[:] = 0
         if step % (PROBE_EVERY * (1 + 2 * len(slots_R) // MANY_ROWS)) == 0:
             np.maximum(drafts_R, np.minimum(found_R, PROBE_DRAFTS), out=drafts_R)
-        if int(drafts_R.sum()) > budget:  # the first rows have precedence
-            before_R = drafts_R.cumsum(dtype=np.int32) - drafts_R
-            drafts_R = np.clip(budget - before_R, 0, drafts_R)
         return drafts_R
 
     def fed(self, slot: int, count: int) -> list[int]:

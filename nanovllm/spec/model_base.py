@@ -1,11 +1,11 @@
 """Interface of models that draft tokens: a small model of its own, an EAGLE-3 head, an MTP module.
 
-spec.model_drafter runs one: a first pass over the rows of the target's step, after the step's
-tokens were drawn and written to the slots, then one-token passes for drafts 2, 3, ...
+spec.model_drafter runs one after the tokens of the target's step were drawn and written to the
+slots. A first pass feeds the rows of the step. Passes of one token follow for drafts 2, 3, ...
 
 Places. Token t[p] of a request goes to position and slot `p - lag`. A model of its own has a lag of
-0. A head has a lag of 1: its pair (embedding of t[p + 1], hidden state of t[p]) goes where the
-target put t[p], so its first pass has exactly the rows, positions and slots of the target's step.
+0. A head has a lag of 1. Its pair (embedding of t[p + 1], hidden state of t[p]) goes where the
+target put t[p]. So its first pass has exactly the rows, positions and slots of the target's step.
 Layers are further layers of the target's paged cache and share its page table. So prefix hits,
 copies of pages, chunks and preemption treat them like the target's layers.
 
@@ -21,12 +21,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from nanovllm.attention.base import ForwardContext
 from nanovllm.config import Config
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.layers.ops import Ops
+from nanovllm.layers.residual import Added, Parted, Residual, Slices
 from nanovllm.models.decoder import Decoder, DecoderConfig
 from nanovllm.parallel.mesh import Mesh
 
@@ -35,9 +37,9 @@ class DraftModel(Protocol):
     """A torch module that drafts. Made by a DraftLoader."""
 
     lag: int  # 0: a model of its own; 1: a head
-    # The target's residual streams that `given` takes: n is the stream before layer n, which is the
-    # output of layer n - 1, with all products added and no norm. Ascending, from 1 to the number
-    # of layers. Empty: no tap.
+    # The target's residual streams that `given` takes. n is the stream before layer n, which is the
+    # output of layer n - 1. All products are added, and there is no norm. Ascending, from 1 to the
+    # number of layers. Empty: no tap.
     taps: Sequence[int]
     takes_hidden: bool  # whether `given` takes the target's hidden states, or `taps`, of all tokens
 
@@ -76,13 +78,12 @@ class DraftModel(Protocol):
 class DraftLoader(Protocol):
     """Maker of the DraftModel of a recipe. One class per method, named in spec.DRAFT_LOADERS.
 
-    The constructor reads config files and headers only. It raises ConfigError, one line with the
-    recipe's key or the file and the remedy, if the model does not fit the target: another
-    vocabulary, hidden size or number of taps, or a config that leaves something unclear.
+    The constructor reads config files and headers only. It raises ConfigError if the model does not
+    fit the target: another vocabulary, hidden size or number of taps. It also does for a config
+    that leaves something unclear. The error is one line with the key or file, and the remedy.
     """
 
     layout: CacheLayout  # of this rank's own layers, numbered from 0
-    max_tokens: int | None  # the longest context of the draft's own config; None: no limit
 
     def __init__(
         self, config: Config, target: DecoderConfig, mesh: Mesh, element_bytes: int
@@ -102,9 +103,9 @@ class DraftLoader(Protocol):
         ...
 
     def fill(self, model: DraftModel) -> None:
-        """Load the weights, random ones with load.format dummy. Raise ConfigError like weights.fill.
+        """Load the weights; with load.format dummy, make random ones. The target is loaded by then.
 
-        The target is loaded by then.
+        Raise ConfigError like weights.fill.
         """
         ...
 
@@ -116,3 +117,26 @@ def spread(logits_SX: Tensor, target_ids_X: Tensor, vocab_size: int) -> Tensor:
     """
     out_SV = logits_SX.new_full((len(logits_SX), vocab_size), float("-inf"))
     return out_SV.index_copy_(1, target_ids_X, logits_SX)
+
+
+class StreamTaps:
+    """Copies of the target's residual stream, made in its forward pass. See DraftModel.taps."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.layers = layers
+        self.streams: list[Tensor] = []
+
+    def take(self, layer: int, residual: Residual) -> Residual:
+        """Copy the stream before a layer, if it is tapped, and return the stream."""
+        if layer not in self.layers:
+            return residual
+        if isinstance(residual, Parted):
+            residual = residual.added()
+        if isinstance(residual, Added):
+            self.streams.append(residual.stream_TD.clone())
+        elif isinstance(update := residual.update, Slices):
+            sum_TD = residual.stream_TD + update.parts_ITN.sum(0, dtype=torch.float32)
+            self.streams.append(sum_TD.to(residual.stream_TD.dtype))
+        else:
+            self.streams.append(residual.stream_TD + update)
+        return residual

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nanovllm.spec.base import DraftStep
+
 PERIOD = 4096  # positions after which the drafts repeat
 
 
@@ -42,9 +44,9 @@ class Synthetic:
         # Indexed by the position of the latest token.
         self._lines_PX = functional.pad(lines_PD, (1, 0), value=tokens).to(torch.int32)
 
-    def propose(self, slots_R: Tensor, lengths_N: Tensor, tokens_NL: Tensor) -> Tensor:
-        newest_R = lengths_N[slots_R]
+    def propose(self, step: DraftStep) -> Tensor:
+        slots_R, newest_R = step.slots_R, step.lengths_N[step.slots_R]
         drafts_RX = self._lines_PX[newest_R % PERIOD]
-        tokens_NL[slots_R[:, None], newest_R[:, None] + self._steps_D] = drafts_RX[:, 1:]
-        tokens_NL[-1].zero_()
+        step.tokens_NL[slots_R[:, None], newest_R[:, None] + self._steps_D] = drafts_RX[:, 1:]
+        step.tokens_NL[-1].zero_()
         return drafts_RX

@@ -14,6 +14,7 @@ from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import StepPlan
 from nanovllm.sched.planner import Planner
 from nanovllm.sched.scheduler import Scheduler
+from nanovllm.speculate import Drafts
 from nanovllm.wire import Abort, FinishReason, Generate, RefusalKind, Sampling, StepOutput
 from tests.kv.states import check_memory
 from tests.paper.gpu import PaperGPU, PaperHandle, PaperMasker, ids
@@ -79,7 +80,7 @@ class PaperEngine:
             step_tokens=budget,
             mixed_step_tokens=mixed,
             max_model_tokens=4096,
-            num_drafts=drafts,
+            drafts=Drafts(most=drafts),
             ageing_s=ageing,
             overtake_steps=overtake,
             min_saved_tokens=min_saved_tokens,

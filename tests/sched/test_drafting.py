@@ -13,6 +13,7 @@ from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import StepPlan, StepResult
 from nanovllm.sched.drafting import PROBE_EVERY, Drafting, cost, worthwhile
 from nanovllm.sched.scheduler import Scheduler
+from nanovllm.speculate import Drafts
 from nanovllm.wire import Generate, Sampling
 
 D = 3
@@ -75,7 +76,7 @@ def simulate(
         num_slots=num_rows,
         step_tokens=8192,
         max_model_tokens=1 << 16,
-        num_drafts=num_drafts,
+        drafts=Drafts(most=num_drafts),
     )
     device = Device(accept, dear, least or dear, found if num_drafts else None)
     for i in range(num_requests):
