@@ -33,14 +33,22 @@ class Speculate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tokens: int = 3  # maximum drafts of a request in a step
     min_match: int = 2  # ngram: least number of tokens that must match
     max_match: int = 8  # ngram: number of tokens to match that is tried first
-    accept: list[float] = []  # synthetic: acceptance rate of each position, over all steps
-    # draft_model: a folder. The demo has a draft model of its own.
+    # synthetic: acceptance rate of each position, over all steps. It can also be given for a draft
+    # model, to measure its real cost at these rates. The output is then not meaningful text.
+    accept: list[float] = []
+    # draft_model: a folder, or a config.json with load.format dummy. The demo has its own draft
+    # model.
     model: str | None = None
     # shared: models draw drafts with the noise and temperature of the target's draws. argmax: they
     # take their most likely token.
     drafts_by: Literal["shared", "argmax"] = "shared"
     # Feed as many drafts as pay off, by their acceptance so far. false: feed all that have room.
     adapt: bool = True
+
+    @property
+    def writes_by_chance(self) -> bool:
+        """Return True if drafts are accepted at given rates, so that the output is not text."""
+        return bool(self.accept)
 
     @property
     def drafts(self) -> Drafts:
@@ -62,10 +70,15 @@ def check(speculate: Speculate, engine: str) -> None:
         if not low <= (value := getattr(speculate, name)) <= high:
             text = f"it must be between {low}{why} and {high}"
             raise ConfigError(f"speculate.{name} is {value}; {text}")
+    is_model = speculate.method in MODELS
+    for name, default in (("model", None), ("drafts_by", "shared")):
+        if not is_model and getattr(speculate, name) != default:
+            methods = " or ".join(MODELS)
+            raise ConfigError(f"speculate.{name} is for a draft model; use method {methods}")
     is_falling = all(a >= b for a, b in pairwise([1, *accept, 0]))
-    if accept and not is_synthetic:
+    if accept and not (is_synthetic or is_model):
         text = "is for synthetic drafts; drop it, or write speculate.method: synthetic"
         raise ConfigError(f"speculate.accept {text}")
-    if is_synthetic and (len(accept) != tokens or not is_falling):
+    if (accept or is_synthetic) and (len(accept) != tokens or not is_falling):
         text = f"{tokens} numbers (speculate.tokens) between 0 and 1, each at most the previous one"
         raise ConfigError(f"speculate.accept is {accept}; it must be {text}")

@@ -12,6 +12,7 @@ from nanovllm.speculate import MOST_DRAFTS
 
 SYNTHETIC = "speculate.method=synthetic"
 NGRAM = "speculate.method=ngram"
+MODEL = "speculate.method=draft_model"
 
 
 def given(*overrides: str) -> Speculate | None:
@@ -120,6 +121,22 @@ NOT_FALLING = "numbers (speculate.tokens) between 0 and 1, each at most the prev
         (
             f"{SYNTHETIC} speculate.accept=.5",
             "speculate.accept is 0.5; it must be a list of numbers",
+        ),
+        (
+            f"{MODEL} speculate.accept=[.5]",
+            f"speculate.accept is [0.5]; it must be 3 {NOT_FALLING}",
+        ),
+        (
+            f"{NGRAM} speculate.model=x",
+            "speculate.model is for a draft model; use method draft_model",
+        ),
+        (
+            f"{NGRAM} speculate.drafts_by=argmax",
+            "speculate.drafts_by is for a draft model; use method draft_model",
+        ),
+        (
+            f"{MODEL} speculate.drafts_by=both",
+            "speculate.drafts_by is 'both'; it must be shared or argmax",
         ),
         (
             f"{NGRAM} engine=paper",

@@ -247,19 +247,22 @@ SERVERS: Table = {
     "Speculative decoding": (
         use("speculative-config -sc speculative-algorithm spec-method",
             "--set 'speculate={method: ngram, tokens: 3}'",
-            "also min_match and max_match; draft models, EAGLE and MTP are not offered", {
+            "or method draft_model with model, a folder; EAGLE and MTP are not offered", {
                 **dict.fromkeys(("NGRAM", "ngram"), "use --set speculate.method=ngram"),
-                **dict.fromkeys(("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "DFLASH", "eagle",
-                                 "eagle3", "mtp", "medusa", "draft_model", "suffix"),
-                                "not offered: only ngram drafts, --set speculate.method=ngram"),
+                **dict.fromkeys(("STANDALONE", "draft_model"),
+                                "use --set speculate.method=draft_model"),
+                **dict.fromkeys(("EAGLE", "EAGLE3", "NEXTN", "DFLASH", "eagle", "eagle3", "mtp",
+                                 "medusa", "suffix"),
+                                "not offered: only ngram and draft_model"),
             }),
         use("num-speculative-tokens speculative-num-draft-tokens spec-tokens "
             "speculative-num-steps", "--set speculate.tokens={N}"),
         use("ngram-prompt-lookup-min", "--set speculate.min_match={N}"),
         use("ngram-prompt-lookup-max", "--set speculate.max_match={N}"),
-        never("speculative-* spec-* spec-model *eagle* decoupled-spec-* enable-draft-* "
+        use("speculative-draft-model-path spec-model", "--set speculate.model={FOLDER}"),
+        never("speculative-* spec-* *eagle* decoupled-spec-* enable-draft-* "
               "num-lookahead-slots *-draft-* spec-decoding-*",
-              "only ngram drafts: --set speculate.method=ngram"),
+              "only the keys of `speculate` in a recipe"),
         always("per-request-spec-decode-metrics", "see /metrics and `nanovllm bench`"),
     ),
     "API and parsers": (

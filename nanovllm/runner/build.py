@@ -130,10 +130,9 @@ def drafter_of_model(
         draft_model,
         found.drafts.backend,
         sampler,
-        num_drafts=asked.tokens,
+        asked=asked,
         page_tokens=found.page_tokens,
         max_tokens=max_tokens,
-        drafts_by=asked.drafts_by,
     )
 
 

@@ -11,9 +11,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from msgspec.structs import replace
+from torch import nn
 
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.choose import choose_backend
@@ -73,6 +75,12 @@ class Resolved:
         return int(self.recipe.cache.page_tokens)
 
     @property
+    def own_layout(self) -> CacheLayout:
+        """The layout without the layers of a draft model."""
+        count = len(self.drafts.loader.layout.paged) if self.drafts is not None else 0
+        return replace(self.layout, paged=self.layout.paged[: len(self.layout.paged) - count])
+
+    @property
     def device_name(self) -> str:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
 
@@ -103,6 +111,12 @@ class Resolved:
             return None
         with device, default_dtype(self.dtype):
             return self.drafts.loader.empty(target, self._ops(), self.max_model_tokens)
+
+    def empty_models(self, device: torch.device) -> tuple[Decoder, nn.ModuleList]:
+        """Return the model, and it together with the model that drafts for it."""
+        model = self.empty_model(device)
+        drafts: Any = self.empty_draft_model(model, device)
+        return model, nn.ModuleList([model] if drafts is None else [model, drafts])
 
     def _ops(self) -> Ops:
         ops = select_ops(self.recipe.kernels, self.device)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 from msgspec.structs import replace
 from torch import Tensor
 
@@ -61,12 +62,12 @@ class DraftModelLoader:
     def __init__(
         self, config: Config, target: DecoderConfig, mesh: Mesh, element_bytes: int
     ) -> None:
-        folder = folder_of(config)
+        folder, path = found_at(config)
         self.config = replace(
             config,
             recipe=replace(config.recipe, model=str(folder), num_layers="auto", quantize=None),
             model_dir=str(folder),
-            config_path=str(folder / "config.json"),
+            config_path=str(path),
         )
         self.family, self.model_config = read_model_config(self.config)
         own, vocab_size = self.model_config.vocab_size, target.vocab_size
@@ -75,6 +76,7 @@ class DraftModelLoader:
                 f"{KEY}: {folder} has a vocabulary of {own} tokens, the model one of {vocab_size}; "
                 "give a model of the same tokenizer"
             )
+        check_tokenizer(folder, Path(config.tokenizer_dir))
         self.span = span_of_vocabulary(mesh, vocab_size)
         self.layout = self.family.cache_layout(self.model_config, Mesh(), element_bytes)
         if self.layout.state is not None:
@@ -90,16 +92,38 @@ class DraftModelLoader:
         fill(model.decoder, self.config)
 
 
-def folder_of(config: Config) -> Path:
-    """Return the draft model's folder. Raise ConfigError if it cannot be one."""
-    asked = config.recipe.speculate
+def found_at(config: Config) -> tuple[Path, Path]:
+    """Return the draft model's folder and config.json. Raise ConfigError if it cannot be one."""
+    asked, is_dummy = config.recipe.speculate, config.recipe.load.format == "dummy"
     assert asked is not None
     if asked.model is None:
         if config.recipe.model == "demo":
-            return DEMO / "draft"
+            return DEMO / "draft", DEMO / "draft/config.json"
         raise ConfigError(f"{KEY} is missing; give the folder of a small model")
-    folder = Path(asked.model).expanduser()
-    if not folder.is_dir():
+    path = Path(asked.model).expanduser()
+    if is_dummy and path.suffix == ".json" and path.is_file():
+        return path.parent, path
+    if not path.is_dir():
         raise ConfigError(f"{KEY}: {asked.model} is not a folder; give that of a small model")
-    checkpoint.check(folder, has_weights=config.recipe.load.format != "dummy")
-    return folder
+    checkpoint.check(path, has_weights=not is_dummy)
+    return path, path / "config.json"
+
+
+def check_tokenizer(folder: Path, target: Path) -> None:
+    """Raise ConfigError if both folders have a tokenizer and the ids of tokens differ."""
+    ours, other = (path / "tokenizer.json" for path in (folder, target))
+    if not (ours.is_file() and other.is_file()) or ours.read_bytes() == other.read_bytes():
+        return
+    if ids_of(ours) != ids_of(other):
+        raise ConfigError(
+            f"{KEY}: the tokens of {ours} are not those of {other}; give a model of the same "
+            "tokenizer"
+        )
+
+
+def ids_of(path: Path) -> object:
+    """Return the part of a tokenizer.json that maps tokens to ids. Raise ConfigError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])["model"].get("vocab")
+    except (msgspec.MsgspecError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{KEY}: {path} is not a tokenizer: {error}") from None

@@ -18,22 +18,21 @@ token. At equal distributions, the draft then equals the target's draw at any te
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from nanovllm.attention.base import AttentionBackend, Batch, ForwardContext
+from nanovllm.config import Speculate
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.spec.base import DraftStep
 from nanovllm.spec.model_base import DraftModel
+from nanovllm.spec.synthetic import coins
 
 
 class ModelDrafter:
     """Implements spec.base.Drafter."""
-
-    accept: tuple[Tensor, Tensor] | None = None
 
     def __init__(
         self,
@@ -41,16 +40,16 @@ class ModelDrafter:
         backend: AttentionBackend,
         sampler: Sampler,
         *,
-        num_drafts: int,
+        asked: Speculate,
         page_tokens: int,
         max_tokens: int,
-        drafts_by: Literal["shared", "argmax"],
     ) -> None:
         """`max_tokens` is the maximum length of a request."""
         self.model, self.backend = model, backend
-        self.num_drafts = num_drafts
+        self.num_drafts = asked.tokens
+        self.accept = coins(asked.accept, sampler.seeds_N) if asked.accept else None
         self.page_tokens, self.max_tokens = page_tokens, max_tokens
-        self._draw = sampler.draw if drafts_by == "shared" else sampler.argmax
+        self._draw = sampler.draw if asked.drafts_by == "shared" else sampler.argmax
 
     def propose(self, step: DraftStep) -> Tensor:
         slots_R, padding = step.slots_R, len(step.lengths_N) - 1

@@ -17,6 +17,17 @@ from nanovllm.spec.base import DraftStep
 PERIOD = 4096  # positions after which the drafts repeat
 
 
+def coins(accept: Sequence[float], seeds_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Drafter.accept. `accept` is the fraction of steps in which each draft is accepted.
+
+    A draft can be accepted only if the one before it is, so its coin has the ratio of the two
+    rates.
+    """
+    before = [1.0, *accept[:-1]]
+    rates = [rate / first if first else 0.0 for first, rate in zip(before, accept, strict=True)]
+    return torch.tensor(rates, dtype=torch.float32, device=seeds_N.device), seeds_N
+
+
 class Synthetic:
     def __init__(
         self,
@@ -28,16 +39,9 @@ class Synthetic:
         device: torch.device,
         **_: object,
     ) -> None:
-        """`accept` is the fraction of steps in which each of the `tokens` drafts is accepted.
-
-        A draft can be accepted only if the one before it is, so its coin has the ratio of the two
-        rates. `vocab_size` is at least 2.
-        """
+        """`vocab_size` is at least 2. `accept` is explained in `coins`."""
         self.num_drafts = tokens
-        before = [1.0, *accept[:-1]]
-        rates = [rate / first if first else 0.0 for first, rate in zip(before, accept, strict=True)]
-        rates_D = torch.tensor(rates, dtype=torch.float32, device=device)
-        self.accept: tuple[Tensor, Tensor] | None = (rates_D, seeds_N)
+        self.accept: tuple[Tensor, Tensor] | None = coins(accept, seeds_N)
         self._steps_D = torch.arange(1, tokens + 1, device=device)
         positions_PD = torch.arange(PERIOD, device=device)[:, None] + self._steps_D
         lines_PD = positions_PD % PERIOD * 7919 % (vocab_size - 1) + 1
