@@ -6,10 +6,11 @@ drafts of a row; X = 1 + D columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from msgspec.structs import asdict
 from torch import Tensor
 
@@ -60,6 +61,17 @@ class Drafter(Protocol):
         the device. Shapes depend only on numbers of rows and tokens, for CUDA graphs.
         """
         ...
+
+
+def coins(accept: Sequence[float], seeds_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Drafter.accept. `accept` is the fraction of steps in which each draft is accepted.
+
+    A draft can be accepted only if the one before it is, so its coin has the ratio of the two
+    rates.
+    """
+    before = [1.0, *accept[:-1]]
+    rates = [rate / first if first else 0.0 for first, rate in zip(before, accept, strict=True)]
+    return torch.tensor(rates, dtype=torch.float32, device=seeds_N.device), seeds_N
 
 
 def drafter_of(recipe: Recipe, sampler: Sampler) -> Drafter | None:

@@ -26,9 +26,8 @@ from torch.nn import functional
 from nanovllm.attention.base import AttentionBackend, Batch, ForwardContext
 from nanovllm.config import Speculate
 from nanovllm.sampling.sampler import Sampler
-from nanovllm.spec.base import DraftStep
+from nanovllm.spec.base import DraftStep, coins
 from nanovllm.spec.model_base import DraftModel
-from nanovllm.spec.synthetic import coins
 
 
 class ModelDrafter:

@@ -12,20 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nanovllm.spec.base import DraftStep
+from nanovllm.spec.base import DraftStep, coins
 
 PERIOD = 4096  # positions after which the drafts repeat
-
-
-def coins(accept: Sequence[float], seeds_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Drafter.accept. `accept` is the fraction of steps in which each draft is accepted.
-
-    A draft can be accepted only if the one before it is, so its coin has the ratio of the two
-    rates.
-    """
-    before = [1.0, *accept[:-1]]
-    rates = [rate / first if first else 0.0 for first, rate in zip(before, accept, strict=True)]
-    return torch.tensor(rates, dtype=torch.float32, device=seeds_N.device), seeds_N
 
 
 class Synthetic:
