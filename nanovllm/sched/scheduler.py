@@ -253,8 +253,10 @@ class Scheduler:
         budget = (self.step_tokens - plan.num_tokens) // 2
         drafts_R = self._drafting.choose(self._step + 1, slots_R, most_R, budget)
         reach_R = np.minimum(ends_R + drafts_R + self.tokens_ahead, decoding.limit[slots_R])
-        for request in decoding.short_of_room(rows, reach_R):
-            self._grant(request, int(decoding.room[request.slot]) + 1, plan)
+        while short := decoding.short_of_room(rows, reach_R):
+            granted = [self._grant(r, int(decoding.room[r.slot]) + 1, plan) for r in short]
+            if not any(granted):
+                break
         drafts_R = np.minimum(drafts_R, decoding.room[slots_R] - ends_R)
         return drafts_R if np.count_nonzero(drafts_R) else None
 

@@ -69,6 +69,7 @@ class PaperEngine:
         unlucky: int = 0,
         glitches: frozenset[int] = frozenset(),
         wrong_every: int = 3,
+        draft_lag: int | None = None,
     ) -> None:
         self.budget, self.mixed = budget, mixed
         self.memory = KVMemory(num_pages, page, prefix=prefix)
@@ -80,13 +81,21 @@ class PaperEngine:
             step_tokens=budget,
             mixed_step_tokens=mixed,
             max_model_tokens=4096,
-            drafts=Drafts(most=drafts),
+            drafts=Drafts(most=drafts, tokens_ahead=0 if draft_lag is None else drafts),
             ageing_s=ageing,
             overtake_steps=overtake,
             min_saved_tokens=min_saved_tokens,
         )
         self.gpu = PaperGPU(
-            num_slots, num_pages, page, checkpoints, unlucky, glitches, drafts, wrong_every
+            num_slots,
+            num_pages,
+            page,
+            checkpoints,
+            unlucky=unlucky,
+            glitches=glitches,
+            most_drafts=drafts,
+            wrong_every=wrong_every,
+            draft_lag=draft_lag,
         )
         self.plans: list[StepPlan] = []
         self.steps_by_mode: Counter[str] = Counter()

@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
 from nanovllm.config import DEMO, Config, Speculate, load_config
 from nanovllm.wire import Abort, Sampling
 from tests.end_to_end.test_speculation import PROMPTS, WISHES, told
 from tests.models.tiny import CASES, config_of, make_tiny
-from tests.whole_engine import GREEDY, WholeEngine, prompts_of
+from tests.whole_engine import GREEDY, WholeEngine, greedy, prompts_of, reference
 
 HOT = Sampling(temperature=1.0, seed=3)
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -93,6 +94,71 @@ def test_drafts_by_the_target_s_noise_are_accepted_more_often(demo: Config) -> N
         shares[by] = stats.accepted_tokens / stats.draft_tokens
     assert found["shared"] == found["argmax"]
     assert shares["shared"] > shares["argmax"] + 0.01
+
+
+@pytest.mark.parametrize("step_tokens", [7, 64])
+@pytest.mark.parametrize("num_prompts", [1, 3])
+def test_keys_and_drafts_are_those_of_the_whole_text_at_once(
+    tiny: tuple[Config, Path, Path], num_prompts: int, step_tokens: int
+) -> None:
+    """After accepted and rejected drafts, the draft model's keys equal those of a prefill.
+
+    The last drafts are what transformers generates with the same model.
+    """
+    config, _, noisy = tiny
+    model = AutoModelForCausalLM.from_pretrained(noisy).float().eval()
+    sizes = {"page_tokens": 4, "step_tokens": step_tokens, "prefix": False}
+    speculate = drafting(noisy, adapt=False)
+    drafted = WholeEngine(config, speculate=speculate, **sizes)
+    fresh = WholeEngine(config, speculate=speculate, page_tokens=4, prefix=False)
+    for i, prompt in enumerate(PROMPTS[:num_prompts]):
+        drafted.submit(i, prompt, 40)
+    drafted.run()
+    stats = drafted.scheduler.stats()
+    assert 0 < stats.accepted_tokens < 0.9 * stats.draft_tokens
+    for i, prompt in enumerate(PROMPTS[:num_prompts]):
+        text = prompt + drafted.text[i]
+        fresh.submit(i, text[:-1], 1)
+        fresh.run()
+        slots = drafted.runner.slots
+        same_N = (slots.tokens_NL[:, : len(text)] == torch.tensor(text)).all(1)
+        row = int(same_N.nonzero()[0])
+        found = draft_keys(drafted, row, len(text) - 1)
+        torch.testing.assert_close(found, draft_keys(fresh, 0, len(text) - 1))
+        known = slots.tokens_NL[row, : int(slots.lengths_N[row]) + 1].tolist()
+        ahead = slots.tokens_NL[row, len(known) : len(known) + 3].tolist()
+        assert ahead == reference(model, known, 3)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_each_step_accepts_the_drafts_that_transformers_would_propose(
+    tiny: tuple[Config, Path, Path], tokens: int
+) -> None:
+    config, _, noisy = tiny
+    model = AutoModelForCausalLM.from_pretrained(noisy).float().eval()
+    speculate = drafting(noisy, tokens, adapt=False)
+    engine = WholeEngine(config, speculate=speculate, page_tokens=16, depth=0)
+    prompt, count = PROMPTS[1], 40
+    engine.submit(0, prompt, count)
+    engine.run()
+    text = prompt + engine.text[0]
+    accepted, at = [0] * tokens, len(prompt)
+    while at + 1 < len(text):
+        room = min(tokens, len(text) - at - 2)
+        drafts = greedy(model, text[: at + 1], room)[0] if room else []
+        while drafts and drafts[0] == text[at + 1]:
+            accepted[room - len(drafts)] += 1
+            at, drafts = at + 1, drafts[1:]
+        at += 1
+    assert engine.scheduler.stats().accepted_by_position == accepted
+    assert 0 < sum(accepted) < count / 2
+
+
+def draft_keys(engine: WholeEngine, row: int, count: int) -> torch.Tensor:
+    """Return the keys of the draft model's layers for the first tokens of a slot."""
+    keys_LPSGA = engine.runner.caches.tensors[2]
+    pages_M = engine.runner.slots.pages_NM[row].long()
+    return keys_LPSGA[:, pages_M].flatten(1, 2)[:, :count]
 
 
 @pytest.mark.parametrize("wish", WISHES)
