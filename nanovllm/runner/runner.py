@@ -38,6 +38,7 @@ class Forwarded:
     hidden_SD: Tensor  # normalised; at least one token's, even if no row samples
     logits_SV: Tensor | None  # None if no row samples in this step
     given_TX: Tensor | None = None  # of all tokens: input of a draft model, see spec.model_base
+    lane_tokens: int = 0  # as in plan.StepPlan; 0 under a graph
 
 
 class Written(NamedTuple):
@@ -163,7 +164,10 @@ class Runner:
         lines_RW = self.prep.write_back(rows, batch, tokens_S, accept)
         if drafter is None:
             return Written(lines_RW, None)
-        slots = self.slots
+        slots, has_lanes = self.slots, self.sampler.shard.mesh.lanes > 1
+        most = max(
+            forwarded.lane_tokens, len(batch.token_ids_T)
+        )  # a graph's are those of all lanes
         step = DraftStep(
             slots_R=rows.slots_R.where(lines_RW[:, 0] >= 0, slots.padding),
             rows_R=rows.slots_R,
@@ -172,7 +176,8 @@ class Runner:
             pages_NM=slots.pages_NM,
             batch=batch,
             num_tokens=rows.num_tokens,
-            samples=forwarded.logits_SV is not None,
+            samples=forwarded.logits_SV is not None or has_lanes,
+            lane_tokens=most if has_lanes else 0,
             given_TX=forwarded.given_TX,
         )
         return Written(lines_RW, drafter.propose(step))
@@ -215,6 +220,7 @@ class Runner:
             hidden_SD=hidden_SD,
             logits_SV=self.model.logits(hidden_SD) if samples else None,
             given_TX=given[0] if given else None,
+            lane_tokens=lane_tokens,
         )
 
     def hidden(self, ctx: ForwardContext) -> tuple[Tensor, ...]:

@@ -53,7 +53,8 @@ class ModelDrafter:
     def propose(self, step: DraftStep) -> Tensor:
         slots_R, padding = step.slots_R, len(step.lengths_N) - 1
         first, given_TX = self._first(step), step.given_TX
-        state_RX = self._pass(first, None if given_TX is None else given_TX[: step.num_tokens])
+        given_TX = given_TX[: step.num_tokens] if given_TX is not None else None
+        state_RX = self._pass(step, first, given_TX)
         reported_R1 = (slots_R != padding).to(torch.int32)[:, None] * self.num_drafts
         if not step.samples:
             return reported_R1.expand(-1, 1 + self.num_drafts)
@@ -61,7 +62,7 @@ class ModelDrafter:
         for nth in range(1, 1 + self.num_drafts):
             if drafts:
                 batch = self._next(step, drafts[-1], newest_R + nth - 1)
-                state_RX = self._pass(batch, state_RX)
+                state_RX = self._pass(step, batch, state_RX)
             logits_RV = self.model.logits(state_RX)
             drafts.append(self._draw(logits_RV, slots_R, newest_R + nth).clamp(min=0))
         drafts_RD = torch.stack(drafts, 1).to(torch.int32)
@@ -70,9 +71,9 @@ class ModelDrafter:
         step.tokens_NL[-1].zero_()
         return torch.cat((reported_R1, drafts_RD), 1)
 
-    def _pass(self, batch: Batch, given_TX: Tensor | None) -> Tensor:
+    def _pass(self, step: DraftStep, batch: Batch, given_TX: Tensor | None) -> Tensor:
         """Run the model and return the state of the sampled tokens."""
-        ctx = ForwardContext(batch, self.backend.bind(batch))
+        ctx = ForwardContext(batch, self.backend.bind(batch), lane_tokens=step.lane_tokens)
         given_TX = given_TX if self.model.takes_hidden else None
         return self.model(batch.token_ids_T, given_TX, ctx)
 
