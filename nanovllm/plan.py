@@ -80,6 +80,9 @@ class StepPlan(Struct, frozen=True, array_like=True):
     drafts: bytes = b""
     # With several lanes: the maximum over lanes of the step's tokens. 0 with one lane.
     lane_tokens: int = 0
+    # Whether a draft model proposes drafts for the next step. It always computes its keys and
+    # values of the step's tokens.
+    proposes: bool = True
 
     @property
     def num_decoded(self) -> int:

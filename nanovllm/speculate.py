@@ -18,8 +18,13 @@ class Drafts(Struct, frozen=True, kw_only=True):
     """Settings of drafts for the scheduler."""
 
     most: int = 0  # maximum drafts of a row; 0: no drafts
-    tokens_ahead: int = 0  # tokens after a row's last one that a draft model computes
+    has_model: bool = False  # whether a model drafts, with keys and values of its own
     adapt: bool = True
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Return how many tokens after a row's last one a draft model computes."""
+        return self.most if self.has_model else 0
 
 
 class Speculate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,8 +57,8 @@ class Speculate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def drafts(self) -> Drafts:
-        ahead = self.tokens if self.method in MODELS else 0
-        return Drafts(most=self.tokens, tokens_ahead=ahead, adapt=self.adapt)
+        has_model = self.method in MODELS
+        return Drafts(most=self.tokens, has_model=has_model, adapt=self.adapt)
 
 
 def check(speculate: Speculate, engine: str) -> None:

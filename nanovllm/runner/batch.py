@@ -126,6 +126,7 @@ class StepRows:
     max_new: int
     max_length: int
     chunks: Sequence[Chunk] = ()
+    proposes: bool = True  # as in plan.StepPlan
 
     @property
     def is_decode(self) -> bool:
@@ -173,6 +174,7 @@ class RowBuilder:
             num_tokens=int(counts.sum()),
             width=width,
             max_length=plan.max_length,
+            proposes=plan.proposes,
         )
 
     def _mixed(self, plan: StepPlan, decode_counts: Int32, width: int) -> StepRows:
@@ -202,6 +204,7 @@ class RowBuilder:
             max_new=int(counts.max()),
             max_length=plan.max_length,
             chunks=plan.chunks,
+            proposes=plan.proposes,
         )
 
     def padded(self, num_tokens: int, width: int, max_length: int) -> StepRows:
@@ -242,6 +245,7 @@ def decode_rows(
     num_tokens: int,
     width: int,
     max_length: int,
+    proposes: bool = True,
 ) -> StepRows:
     """Return the rows of a step without chunks. All tokens are sampled."""
     return StepRows(
@@ -258,6 +262,7 @@ def decode_rows(
         num_tokens=num_tokens,
         max_new=width,
         max_length=max_length,
+        proposes=proposes,
     )
 
 

@@ -307,8 +307,12 @@ def capture(runner: Runner, recipe: Recipe) -> None:
     sizes = [(size, w) for w in widths for size in graph_sizes(largest_graph(slots, w))]
     most = min(recipe.kernels.mixed_graph_tokens, int(recipe.schedule.step_tokens))
     piecewise = piecewise_sizes(most)
-    progress = Progress(log, "capturing", 2 * len(sizes) + len(piecewise), "CUDA graphs")
-    for graphs in (runner.graphs, runner.draws):
+    decode = [runner.graphs, runner.draws]
+    if runner.draft_model is not None:
+        decode.append(runner.quiet_draws)
+    num_graphs = len(decode) * len(sizes) + len(piecewise)
+    progress = Progress(log, "capturing", num_graphs, "CUDA graphs")
+    for graphs in decode:
         graphs.capture(sizes, int(recipe.server.max_model_tokens), progress.advance)
     runner.piecewise.capture(piecewise, progress.advance)
     progress.finish()

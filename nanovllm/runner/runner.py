@@ -87,6 +87,8 @@ class Runner:
         self.builder = RowBuilder(most_rows, num_slots, width, self.device)
         self.graphs = DecodeGraphs(self.forward, self.builder, share_outputs)
         self.draws = DecodeGraphs(self.draw_plain, self.builder)
+        # The same for steps after which the draft model proposes nothing. Empty without one.
+        self.quiet_draws = DecodeGraphs(partial(self.draw_plain, proposes=False), self.builder)
         self.piecewise = PiecewiseGraphs(self.hidden, num_slots * width, self.device)
         self.clock = DeviceClock(self.device)
         self.steps_by_mode: Counter[str] = Counter()
@@ -131,7 +133,9 @@ class Runner:
         size = len(batch.token_ids_T), rows.width
         graph = self.graphs.captured.get(size)
         if graph and graph.output is forwarded and self.sampler.plain(rows.host_slots):
-            written: Written = self.draws.replay(size)
+            is_quiet = self.draft_model is not None and not rows.proposes
+            draws = self.quiet_draws if is_quiet else self.draws
+            written: Written = draws.replay(size)
             return start_copy(rows, written.lines_RW, written.drafts_RX)
         num_samples = len(rows.host_slots)
         sampled = Sampled(batch.slots_T[:0], None)
@@ -146,7 +150,7 @@ class Runner:
         written = self._write_back(rows, forwarded, sampled.tokens_S)
         return start_copy(rows, written.lines_RW, written.drafts_RX, sampled.logprobs)
 
-    def draw_plain(self, rows: StepRows) -> Written:
+    def draw_plain(self, rows: StepRows, *, proposes: bool = True) -> Written:
         """After a replayed forward pass, draw by seed and temperature and write the tokens back.
 
         Captured as well, because its launches take the host as long as those of the forward pass.
@@ -155,7 +159,7 @@ class Runner:
         assert isinstance(forwarded, Forwarded) and forwarded.logits_SV is not None
         batch = forwarded.batch
         tokens_S = self.sampler.draw(forwarded.logits_SV, batch.slots_T, batch.positions_T + 1)
-        return self._write_back(rows, forwarded, tokens_S)
+        return self._write_back(replace(rows, proposes=proposes), forwarded, tokens_S)
 
     def _write_back(self, rows: StepRows, forwarded: Forwarded, tokens_S: Tensor) -> Written:
         """Write the drawn tokens to the slots, and let the drafter propose the next ones."""
@@ -176,7 +180,7 @@ class Runner:
             pages_NM=slots.pages_NM,
             batch=batch,
             num_tokens=rows.num_tokens,
-            samples=forwarded.logits_SV is not None or has_lanes,
+            proposes=rows.proposes and (forwarded.logits_SV is not None or has_lanes),
             lane_tokens=most if has_lanes else 0,
             given_TX=forwarded.given_TX,
         )

@@ -61,7 +61,7 @@ class Decoding:
         self.planned = np.zeros(num_slots, np.int32)
         self.limit = np.zeros(num_slots, np.int32)
         self.room = np.zeros(num_slots, np.int32)  # tokens the held pages can take
-        self.drafting = Drafting(num_slots, drafts.most, adapt=drafts.adapt)
+        self.drafting = Drafting(num_slots, drafts)
         self.owner = np.full(num_slots, -1, np.int64)  # request ids
         # Tokens of each slot that follow its request's own list, up to the end of a page.
         self._tails_NT = np.zeros((num_slots, page_tokens), np.int32)

@@ -214,6 +214,7 @@ class Scheduler:
             clean=self.memory.taken_dirty(),
             copies=plan.copies,
             drafts=b"" if drafts_R is None else drafts_R.tobytes(),
+            proposes=self._drafting.plan_proposals(self._step, rows.slots),
         )
 
     def masked_rows(self, plan: StepPlan | LanesPlan) -> list[tuple[int, list[int]]]:

@@ -36,7 +36,9 @@ class DraftStep:
     pages_NM: Tensor
     batch: Batch
     num_tokens: int  # of the rows
-    samples: bool  # whether any row draws tokens. With several lanes, it is always true.
+    # Whether a draft model proposes drafts: some row draws tokens, and the plan wants drafts. It is
+    # the same in all lanes.
+    proposes: bool
     # With several lanes: the number of tokens that each of them exchanges in a pass. Else 0.
     lane_tokens: int
     given_TX: Tensor | None  # of the step's tokens: see model_base.DraftModel.given

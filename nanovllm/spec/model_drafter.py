@@ -55,9 +55,9 @@ class ModelDrafter:
         first, given_TX = self._first(step), step.given_TX
         given_TX = given_TX[: step.num_tokens] if given_TX is not None else None
         state_RX = self._pass(step, first, given_TX)
-        reported_R1 = (slots_R != padding).to(torch.int32)[:, None] * self.num_drafts
-        if not step.samples:
-            return reported_R1.expand(-1, 1 + self.num_drafts)
+        drawing_R1 = (slots_R != padding).to(torch.int32)[:, None]
+        if not step.proposes:
+            return 0 * drawing_R1.expand(-1, 1 + self.num_drafts)
         newest_R, drafts = step.lengths_N[slots_R].long(), list[Tensor]()
         for nth in range(1, 1 + self.num_drafts):
             if drafts:
@@ -69,7 +69,7 @@ class ModelDrafter:
         steps_D = torch.arange(1, 1 + self.num_drafts, device=slots_R.device)
         step.tokens_NL[slots_R[:, None], newest_R[:, None] + steps_D] = drafts_RD
         step.tokens_NL[-1].zero_()
-        return torch.cat((reported_R1, drafts_RD), 1)
+        return torch.cat((drawing_R1 * self.num_drafts, drafts_RD), 1)
 
     def _pass(self, step: DraftStep, batch: Batch, given_TX: Tensor | None) -> Tensor:
         """Run the model and return the state of the sampled tokens."""

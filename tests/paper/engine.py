@@ -81,7 +81,7 @@ class PaperEngine:
             step_tokens=budget,
             mixed_step_tokens=mixed,
             max_model_tokens=4096,
-            drafts=Drafts(most=drafts, tokens_ahead=0 if draft_lag is None else drafts),
+            drafts=Drafts(most=drafts, has_model=draft_lag is not None),
             ageing_s=ageing,
             overtake_steps=overtake,
             min_saved_tokens=min_saved_tokens,

@@ -235,9 +235,9 @@ class PaperGPU:
         to_sample, firsts = [], []
         for slot_id, num_tokens, num_draws, save_to, save_at in reversed(rows):
             slot = self._slot(slot_id)
-            self._replay(slot)
             old = [*slot.tokens[slot.length :], 0][: 1 + num_tokens]
             firsts.append((slot, slot.length, old))
+            self._replay(slot)
             states = [self._feed(slot, slot_id in may_draft) for _ in range(num_tokens)]
             if self.steps in self.glitches and slot_id == rows[-1][0]:
                 states[-1] = self._strike(slot)
@@ -297,7 +297,7 @@ class PaperGPU:
             sampled.append(line + [-1] * (most - len(line)))
         for slot, start, fed in firsts if self.layers is not None else []:
             self.layers.first(slot, start, fed, partial(self._cell, slot))
-        found = [self._draft(row.slot) for row in reversed(rows)]
+        found = [self._draft(row.slot, proposes=plan.proposes) for row in reversed(rows)]
         self.unsampled = None
         lines = np.array(sampled[::-1], np.int32).reshape(-1, most)
         drafts = np.array(found[::-1], np.int32).reshape(-1, 1 + self.most_drafts)
@@ -341,10 +341,14 @@ class PaperGPU:
             for n, token in enumerate(line)
         ]
 
-    def _draft(self, slot: Slot) -> list[int]:
+    def _draft(self, slot: Slot, *, proposes: bool) -> list[int]:
         """Return the number of drafts found for a sampled row, then all drafts with fillers."""
         if not (most := self.most_drafts):
             return [0]
+        if self.layers is not None and not proposes:
+            slot.found = 0
+            slot.tokens += [0] * most
+            return [0] * (1 + most)
         if self.layers is not None:
             drafts = self.layers.propose(
                 slot, most, lambda text: max(self._after(slot, text, 1)[0], 0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 
 import pytest
 from hypothesis import settings
 
+from nanovllm.sched.drafting import PROBE_EVERY
 from nanovllm.wire import FinishReason
 from tests.paper.conversations import by_chance, conversations, held
 from tests.paper.engine import PaperEngine, generate
@@ -112,3 +114,28 @@ def test_pages_are_granted_before_drafting_needs_them(lag: int) -> None:
     assert engine.gpu.layers is not None
     assert [length for length in engine.gpu.layers.homeless if length <= 24] == [9][lag:]
     assert most == 6  # of 24 tokens
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("lag", LAGS)
+def test_a_model_whose_drafts_fail_proposes_in_few_steps(lag: int, depth: int) -> None:
+    """Its keys stay complete meanwhile: once drafts are right, all of them are accepted."""
+    engine = engine_of(lag, depth=depth, page=8, num_pages=200)
+    engine.gpu.wrong_every = 1
+    for i in range(4):
+        engine.say(generate(i, [i, 5, 6], 350))
+    for _ in range(100):
+        engine.step()
+    usual = engine.plans[30:]
+    assert 2 <= sum(plan.proposes for plan in usual) <= 2 + len(usual) // PROBE_EVERY
+    assert all(bool(plan.drafts) <= before.proposes for before, plan in pairwise(engine.plans))
+    assert sum(bool(plan.drafts) for plan in usual) >= 2
+    engine.gpu.wrong_every = NEVER
+    engine.gpu.drafted.clear()
+    del engine.plans[:]
+    engine.finish_all()
+    right = [fed == right for fed, _, right in engine.gpu.drafted]
+    assert len(right) > 10 and all(right[4:])  # the first were proposed before
+    assert engine.gpu.layers is not None and engine.gpu.layers.faults == []
+    later = engine.plans[3 * PROBE_EVERY : -4]  # after a few probes, all of them right
+    assert len(later) > 10 and all(plan.proposes for plan in later)

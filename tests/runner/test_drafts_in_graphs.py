@@ -63,7 +63,7 @@ def capture(graphs: DecodeGraphs, sizes: list[tuple[int, int]], max_length: int)
 @torch.inference_mode()
 def with_graphs(runner: Runner, max_length: int) -> None:
     sizes = [(2, 1), (4, 1), (4, 4), (8, 4), (16, 4)]
-    for graphs in (runner.graphs, runner.draws):
+    for graphs in (runner.graphs, runner.draws, runner.quiet_draws):
         capture(graphs, sizes, max_length)
 
 

@@ -142,7 +142,7 @@ def test_where_nothing_is_found_nothing_is_fed() -> None:
 
 
 def test_a_row_falls_within_a_few_steps_and_rises_with_a_probe() -> None:
-    drafting = Drafting(num_slots=4, most=D)
+    drafting = Drafting(4, Drafts(most=D))
     slot, most = np.array([2]), np.array([9], np.int32)
     drafting.begin(2)
     drafting.report(slot, np.array([[D, 5, 5, 5]], np.int32))
@@ -160,7 +160,7 @@ def test_a_row_falls_within_a_few_steps_and_rises_with_a_probe() -> None:
 
 
 def test_drafts_in_excess_of_the_tokens_left_are_the_last_rows() -> None:
-    drafting = Drafting(num_slots=8, most=D)
+    drafting = Drafting(8, Drafts(most=D))
     slots, most = np.arange(8), np.array([9, 9, 1, 0, 9, 9, 9, 9], np.int32)
     for slot in range(8):
         drafting.begin(slot)

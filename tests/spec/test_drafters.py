@@ -40,7 +40,7 @@ def propose(drafter: Drafter, slots_R: Tensor, lengths_N: Tensor, tokens_NL: Ten
             pages_NM=torch.zeros(len(lengths_N), 1, dtype=torch.int32),
             batch=rowless(torch.zeros(4, 0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)),
             num_tokens=0,
-            samples=True,
+            proposes=True,
             lane_tokens=0,
             given_TX=None,
         )
