@@ -87,13 +87,13 @@ def test_drafts_by_the_target_s_noise_are_accepted_more_often(demo: Config) -> N
     for by in ("shared", "argmax"):
         speculate = drafting(DEMO / "draft", 1, drafts_by=by, adapt=False)
         engine = WholeEngine(demo, speculate=speculate, page_tokens=64)
-        for i, prompt in enumerate(prompts):
-            engine.submit(i, prompt, 60, Sampling(temperature=1.0, seed=i))
+        for i, prompt in enumerate(2 * prompts):
+            engine.submit(i, prompt, 60, Sampling(temperature=1.5, seed=i))
         engine.run()
         found[by], stats = engine.text, engine.scheduler.stats()
         shares[by] = stats.accepted_tokens / stats.draft_tokens
     assert found["shared"] == found["argmax"]
-    assert shares["shared"] > shares["argmax"] + 0.01
+    assert shares["shared"] > shares["argmax"] + 0.02
 
 
 @pytest.mark.parametrize("step_tokens", [7, 64])
