@@ -59,6 +59,7 @@ DRIVEN_BY = {
         nanovllm/attention/gated_delta.py nanovllm/attention/delta_kernels.py
         nanovllm/layers/gated_delta.py nanovllm/layers/gated_attention.py
         kernels/nanovllm_kernels/norms/reference.py""",
+    "tests/spec/test_heads.py": "nanovllm/spec/eagle3.py",
     "tests/models/test_mtp.py": "nanovllm/models/head.py nanovllm/spec/mtp.py",
     "tests/models/test_quantised.py": "nanovllm/models/altered.py",
     "tests/models/test_weights.py": "nanovllm/models/destination.py nanovllm/models/faults.py",

@@ -247,13 +247,14 @@ SERVERS: Table = {
     "Speculative decoding": (
         use("speculative-config -sc speculative-algorithm spec-method",
             "--set 'speculate={method: ngram, tokens: 3}'",
-            "or method draft_model with model, a folder; EAGLE and MTP are not offered", {
+            "or methods draft_model and eagle3, with model, a folder; or mtp", {
                 **dict.fromkeys(("NGRAM", "ngram"), "use --set speculate.method=ngram"),
                 **dict.fromkeys(("STANDALONE", "draft_model"),
                                 "use --set speculate.method=draft_model"),
-                **dict.fromkeys(("EAGLE", "EAGLE3", "NEXTN", "DFLASH", "eagle", "eagle3", "mtp",
-                                 "medusa", "suffix"),
-                                "not offered: only ngram and draft_model"),
+                **dict.fromkeys(("EAGLE3", "eagle3"), "use --set speculate.method=eagle3"),
+                **dict.fromkeys(("NEXTN", "mtp"), "use --set speculate.method=mtp"),
+                **dict.fromkeys(("EAGLE", "DFLASH", "eagle", "medusa", "suffix"),
+                                "not offered: only ngram, draft_model, eagle3 and mtp"),
             }),
         use("num-speculative-tokens speculative-num-draft-tokens spec-tokens "
             "speculative-num-steps", "--set speculate.tokens={N}"),

@@ -133,19 +133,22 @@ class Eagle3Spec:
 
 
 def read_eagle3(
-    folder: Path,
+    place: Path,
     target: DecoderConfig,
     *,
     taps: Sequence[int] | None = None,
     rope_theta: float | None = None,
     is_dummy: bool = False,
 ) -> Eagle3Spec:
-    """Return the head in a folder. `taps` and `rope_theta` take precedence over its config.json.
+    """Return the head in a folder, or with `is_dummy` perhaps that of a config.json alone.
 
-    Raise ConfigError with the file and the field if the head is not clear or does not fit.
+    `taps` and `rope_theta` take precedence over the file. Raise ConfigError with the file and the
+    field if the head is not clear or does not fit.
     """
-    check(folder, has_weights=not is_dummy)
-    path = folder / CONFIG
+    path = place
+    if not is_dummy or place.is_dir():
+        check(place, has_weights=not is_dummy)
+        path = place / CONFIG
     try:
         raw = flattened(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
         fields = msgspec.convert(raw, Eagle3Fields)
@@ -153,7 +156,7 @@ def read_eagle3(
         config = config_of(raw, rope_theta, path)
     except NOT_JSON as error:  # also a missing field, or one of the wrong type
         raise ConfigError(f"{path}: {error}") from None
-    names, stored = ({}, {}) if is_dummy else tensors_of(folder)
+    names, stored = ({}, {}) if is_dummy else tensors_of(place)
     found = Eagle3Spec(
         path=path,
         config=config,

@@ -228,13 +228,18 @@ class Runner:
         )
 
     def hidden(self, ctx: ForwardContext) -> tuple[Tensor, ...]:
-        """Return hidden_SD, and given_TX for a draft model that takes values of the target."""
+        """Return hidden_SD, and given_TX for a draft model that takes values of the target.
+
+        Tokens that are not sampled are computed after the last layer's attention only if the draft
+        model takes the final hidden states, or the stream after the last layer.
+        """
         ids_T, drafts = ctx.batch.token_ids_T, self.draft_model
         if drafts is None or not drafts.takes_hidden:
             return (self.model(ids_T, ctx),)
-        taps = StreamTaps(drafts.taps)
-        hidden_TD = self.model(ids_T, replace(ctx, all_hidden=True, taps=taps))
-        return ctx.batch.sampled(hidden_TD), drafts.given(hidden_TD, taps.streams)
+        taps, of_all = StreamTaps(drafts.taps), not drafts.taps
+        of_all = of_all or drafts.taps[-1] == len(self.model.layers)
+        x = self.model(ids_T, replace(ctx, all_hidden=of_all, taps=taps))
+        return ctx.batch.sampled(x) if of_all else x, drafts.given(x, taps.streams)
 
 
 def share_outputs(forwarded: Forwarded) -> Forwarded:

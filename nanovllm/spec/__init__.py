@@ -11,4 +11,6 @@ DRAFTERS = {
 }
 DRAFT_LOADERS = {
     "draft_model": "nanovllm.spec.draft_model:DraftModelLoader",
+    "eagle3": "nanovllm.spec.eagle3:Eagle3Loader",
+    "mtp": "nanovllm.spec.mtp:MtpLoader",
 }
