@@ -83,6 +83,9 @@ class StepPlan(Struct, frozen=True, array_like=True):
     # Whether a draft model proposes drafts for the next step. It always computes its keys and
     # values of the step's tokens.
     proposes: bool = True
+    # With several lanes and drafts by a model: whether the rows of any lane have masks. No lane
+    # draws before these are known, since drafting may exchange tokens over lanes.
+    draws_late: bool = False
 
     @property
     def num_decoded(self) -> int:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.attention.base import AttentionBackend, Batch, ForwardContext
 from nanovllm.experts import ExpertLoad
@@ -81,7 +81,10 @@ class Runner:
             draft_model.bind_caches({n - own: c for n, c in by_layer.items() if n >= own})
         self.backend = backend
         self.device = self.slots.device
-        self.experts = ExpertCounter(model, self.device)
+        counted: list[Any] = [model]
+        if draft_model is not None and draft_model.lag == 1:
+            counted.append(draft_model)  # a head's layers follow the model's
+        self.experts = ExpertCounter(nn.ModuleList(counted), self.device)
         num_slots, width = self.slots.padding, 1 + self.num_drafts
         most_rows = largest_graph(num_slots, width)
         self.builder = RowBuilder(most_rows, num_slots, width, self.device)
@@ -116,7 +119,7 @@ class Runner:
         self.steps_by_mode[mode_key(mode, plan)] += 1
         finish = partial(self.finish, rows, forwarded, plan.masked)
         handle = Handle(plan.step, self.clock, gap, finish)
-        if plan.masked:
+        if plan.masked or plan.draws_late:
             self.clock.end()
         else:
             handle.sample(None)
@@ -128,7 +131,7 @@ class Runner:
     ) -> StepCopy:
         """Sample, write the tokens to the slots, and start the copy to the host."""
         batch, logits_SV = forwarded.batch, forwarded.logits_SV
-        if masks is not None and logits_SV is not None:
+        if masked and masks is not None and logits_SV is not None:
             self.sampler.apply_mask(logits_SV, rows.samples_of(masked), masks)
         size = len(batch.token_ids_T), rows.width
         graph = self.graphs.captured.get(size)

@@ -30,7 +30,6 @@ class MtpLoader:
     def __init__(
         self, config: Config, target: DecoderConfig, mesh: Mesh, element_bytes: int
     ) -> None:
-        check_parallel(config, mesh)
         self.config, self.mesh = config, mesh
         self.spec = mtp_of(config, target)
         family = read_model_config(config)[0]
@@ -44,20 +43,6 @@ class MtpLoader:
     def fill(self, model: DraftModel) -> None:
         """Load the weights. Raise ConfigError like weights.fill."""
         fill(cast("MtpHead", model), self.config, prefix=self.spec.prefix)
-
-
-def check_parallel(config: Config, mesh: Mesh) -> None:
-    """Raise ConfigError for placements of experts that the MTP layer does not support.
-
-    Lanes would have to run equally many passes of the layer, whose experts are on all of them.
-    """
-    if mesh.lanes > 1:
-        raise ConfigError(
-            f"speculate.method is mtp, but parallel.ep is {mesh.lanes} with a parallel.tp of 1; "
-            f"set parallel.tp to {mesh.lanes}, or use another method"
-        )
-    if config.recipe.experts.placement is not None:
-        raise ConfigError("speculate.method is mtp, which does not support experts.placement")
 
 
 def mtp_of(config: Config, target: DecoderConfig) -> MtpSpec:

@@ -71,31 +71,6 @@ def test_a_head_that_cannot_be_cut_is_one_line(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("overrides", "mesh", "line"),
-    [
-        (
-            ["parallel.tp=1", "parallel.ep=2"],
-            Mesh(ep_size=2),
-            "speculate.method is mtp, but parallel.ep is 2 with a parallel.tp of 1; set "
-            "parallel.tp to 2, or use another method",
-        ),
-        (
-            ["parallel.tp=2", "parallel.ep=2", "experts.placement=x"],
-            Mesh(0, 2, ep_size=2),
-            "speculate.method is mtp, which does not support experts.placement",
-        ),
-    ],
-)
-def test_placements_of_experts_that_mtp_has_not(
-    overrides: list[str], mesh: Mesh, line: str
-) -> None:
-    config = load_config("deepseek-r1", [DUMMY, "speculate.method=mtp", *overrides])
-    with pytest.raises(ConfigError) as caught:
-        resolved(config, mesh)
-    assert str(caught.value) == line
-
-
 def test_an_eagle3_head_is_planned_for(tmp_path: Path) -> None:
     """It has 4 KiB of cache a token, and neither an embedding nor the whole output head."""
     path = tmp_path / "head.json"

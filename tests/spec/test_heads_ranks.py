@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from nanovllm.config import Config, Speculate
+from nanovllm.experts import Experts, write_placement
 from tests.engine.test_ranks import SMALL, cut, ranked, text_of
 from tests.models.heads import eagle3_tensors, save_head
 from tests.models.test_mtp import make_mtp
@@ -40,6 +43,8 @@ def mtp(folder: Path, family: str) -> tuple[Config, Speculate]:
         (eagle3, "minimax_m2", 2, 2),
         (eagle3, "minimax_m2", 1, 2),  # two lanes
         (mtp, "deepseek_v3", 2, 1),
+        (mtp, "deepseek_v3", 1, 2),
+        (mtp, "qwen3_next", 1, 2),
         (mtp, "qwen3_next", 2, 2),
     ],
 )
@@ -60,3 +65,22 @@ def test_texts_of_all_kinds_are_those_without_drafts(
             return
         assert stats.accepted_tokens == other.accepted_tokens
         assert stats.draft_tokens == other.draft_tokens
+
+
+@pytest.mark.parametrize("tp", [2, 1])
+def test_copies_of_the_experts_of_mtp(tp: int, tmp_path: Path) -> None:
+    """Its layer is counted after the target's, and placed by the same file, also over lanes."""
+    config, speculate = mtp(tmp_path, "deepseek_v3")
+    alone = WholeEngine(config, speculate=speculate, **SMALL)
+    expected = text_of(alone)
+    load = alone.runner.expert_load(wait=True)
+    assert load is not None and load.layers == [1, 2]
+    file = tmp_path / "placement"
+    write_placement(load.lines(), file, 2, 2)
+    recipe = replace(config.recipe, experts=Experts(placement=str(file)))
+    there = cut(replace(config, recipe=recipe), 1, 2)
+    with ranked(there, tp, tmp_path, speculate=speculate, **SMALL) as engine:
+        assert text_of(engine) == expected
+        head: Any = engine.runner.draft_model
+        moe = head.layers[0].mlp
+        assert len(moe.places.ranks) == 2 and len(moe.experts.gate_up) == 7
