@@ -110,9 +110,9 @@ def load(config: Config, found: Resolved) -> tuple[Decoder, DraftModel | None]:
     check_room(found)
     use_folder(cache_dir())
     model = found.empty_model(found.device)
-    with compile_in_background([] if found.mesh.rank else jobs_of(found, model)):
+    draft_model = found.empty_draft_model(model, found.device)
+    with compile_in_background([] if found.mesh.rank else jobs_of(found, model, draft_model)):
         fill(model, config)
-        draft_model = found.empty_draft_model(model, found.device)
         if found.drafts is not None and draft_model is not None:
             found.drafts.loader.fill(draft_model)
     found.mesh.least(0)  # a barrier: the other ranks wait for the kernels that rank 0 compiles

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import msgspec
 from msgspec.structs import replace
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm import checkpoint
 from nanovllm.attention.base import ForwardContext
@@ -38,6 +38,10 @@ class WholeModel(Layer):
     def __init__(self, decoder: Decoder, span: Span) -> None:
         super().__init__()
         self.decoder, self.span = decoder, span
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.decoder.layers
 
     def bind_caches(self, caches: Mapping[int, Any]) -> None:
         self.decoder.bind_caches(caches)
