@@ -19,7 +19,7 @@ from msgspec import Struct, field, structs
 from nanovllm import checkpoint, experts, hosts, hub, recipes, speculate
 from nanovllm.experts import Experts as Experts
 from nanovllm.hub import Check
-from nanovllm.speculate import Speculate as Speculate
+from nanovllm.speculate import Drafts as Drafts, Speculate as Speculate
 from nanovllm.typed_yaml import (
     NOT_JSON as NOT_JSON,
     ConfigError as ConfigError,
@@ -177,6 +177,11 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def num_drafts(self) -> int:
         return self.speculate.tokens if self.speculate is not None else 0
+
+    @property
+    def drafts(self) -> Drafts:
+        """The scheduler's part of `speculate`."""
+        return self.speculate.drafts if self.speculate is not None else Drafts()
 
 
 class Config(Struct, frozen=True, kw_only=True):

@@ -80,6 +80,12 @@ class StepPlan(Struct, frozen=True, array_like=True):
     drafts: bytes = b""
     # With several lanes: the maximum over lanes of the step's tokens. 0 with one lane.
     lane_tokens: int = 0
+    # Whether a draft model proposes drafts for the next step. It always computes its keys and
+    # values of the step's tokens.
+    proposes: bool = True
+    # With several lanes and drafts by a model: whether the rows of any lane have masks. No lane
+    # draws before these are known, since drafting may exchange tokens over lanes.
+    draws_late: bool = False
 
     @property
     def num_decoded(self) -> int:

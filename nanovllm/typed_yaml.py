@@ -123,7 +123,7 @@ def converted(raw: Mapping[str, Any], schema: type[T]) -> T:
 
 
 NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
-         list[float]: "a list of numbers",
+         list[float]: "a list of numbers", list[int]: "a list of whole numbers",
          list[str]: 'a list of text, as in ["a", "b"]'}  # fmt: skip
 
 

@@ -32,6 +32,7 @@ DRIVEN_BY = {
     "tests/spec/test_drafters.py": """
         nanovllm/spec/__init__.py nanovllm/spec/base.py nanovllm/spec/ngram.py
         nanovllm/spec/synthetic.py""",
+    "tests/spec/test_draft_model.py": "nanovllm/spec/model_base.py nanovllm/spec/model_drafter.py",
     "tests/kernels/attention/test_latent_decode.py": """
         kernels/nanovllm_kernels/attention/latent_reference.py
         kernels/nanovllm_kernels/attention/latent_cases.py
@@ -58,6 +59,8 @@ DRIVEN_BY = {
         nanovllm/attention/gated_delta.py nanovllm/attention/delta_kernels.py
         nanovllm/layers/gated_delta.py nanovllm/layers/gated_attention.py
         kernels/nanovllm_kernels/norms/reference.py""",
+    "tests/spec/test_heads.py": "nanovllm/spec/eagle3.py",
+    "tests/models/test_mtp.py": "nanovllm/models/head.py nanovllm/spec/mtp.py",
     "tests/models/test_quantised.py": "nanovllm/models/altered.py",
     "tests/models/test_weights.py": "nanovllm/models/destination.py nanovllm/models/faults.py",
     "tests/attention/test_flash.py": "kernels/nanovllm_kernels/attention/reference.py",

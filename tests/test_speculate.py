@@ -12,6 +12,7 @@ from nanovllm.speculate import MOST_DRAFTS
 
 SYNTHETIC = "speculate.method=synthetic"
 NGRAM = "speculate.method=ngram"
+MODEL = "speculate.method=draft_model"
 
 
 def given(*overrides: str) -> Speculate | None:
@@ -62,15 +63,16 @@ def test_a_recipe_s_section_is_changed_and_turned_off(tmp_path: Path) -> None:
         load_config(str(path))
 
 
+METHODS = "ngram, synthetic, draft_model, eagle3 or mtp"
 NOT_FALLING = "numbers (speculate.tokens) between 0 and 1, each at most the previous one"
 
 
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        ("speculate.tokens=3", "speculate.method is None; it must be ngram or synthetic"),
-        ("speculate={}", "speculate.method is None; it must be ngram or synthetic"),
-        ("speculate.method=mtp", "speculate.method is 'mtp'; it must be ngram or synthetic"),
+        ("speculate.tokens=3", f"speculate.method is None; it must be {METHODS}"),
+        ("speculate={}", f"speculate.method is None; it must be {METHODS}"),
+        ("speculate.method=medusa", f"speculate.method is 'medusa'; it must be {METHODS}"),
         ("speculate=3", "speculate is a section; write speculate.<key>"),
         ("speculate.metod=ngram", "unknown key speculate.metod; did you mean speculate.method?"),
         ("min_match=3", "unknown key min_match; did you mean speculate.min_match?"),
@@ -114,6 +116,43 @@ NOT_FALLING = "numbers (speculate.tokens) between 0 and 1, each at most the prev
         (
             f"{SYNTHETIC} speculate.accept=.5",
             "speculate.accept is 0.5; it must be a list of numbers",
+        ),
+        (
+            f"{MODEL} speculate.accept=[.5]",
+            f"speculate.accept is [0.5]; it must be 3 {NOT_FALLING}",
+        ),
+        (
+            f"{NGRAM} speculate.model=x",
+            "speculate.model is for method draft_model or eagle3; drop it",
+        ),
+        (
+            f"{NGRAM} speculate.drafts_by=argmax",
+            "speculate.drafts_by is for method draft_model or eagle3 or mtp; drop it",
+        ),
+        (
+            f"{MODEL} speculate.drafts_by=both",
+            "speculate.drafts_by is 'both'; it must be shared or argmax",
+        ),
+        (
+            "speculate.method=eagle3",
+            "speculate.model is missing; give the folder of an EAGLE-3 head",
+        ),
+        (
+            "speculate.method=mtp speculate.model=x",
+            "speculate.model is for method draft_model or eagle3; drop it",
+        ),
+        (f"{NGRAM} speculate.taps=[2]", "speculate.taps is for method eagle3; drop it"),
+        (
+            "speculate.method=mtp speculate.rope_theta=500",
+            "speculate.rope_theta is for method eagle3; drop it",
+        ),
+        (
+            "speculate.method=eagle3 speculate.model=x speculate.rope_theta=1",
+            "speculate.rope_theta is 1.0; it must be above 1",
+        ),
+        (
+            "speculate.method=eagle3 speculate.model=x speculate.taps=[a]",
+            "speculate.taps is ['a']; it must be a list of whole numbers",
         ),
         (
             f"{NGRAM} engine=paper",

@@ -78,7 +78,7 @@ class WholeEngine:
             num_slots=slots,
             step_tokens=step_tokens,
             max_model_tokens=max_tokens,
-            num_drafts=speculate.tokens if speculate is not None else 0,
+            drafts=recipe.drafts,
         )
         memory = partial(memory_of, built.layout, built.recipe.cache)
         self.scheduler = planner_of(make, memory, self.mesh.lanes, recipe.parallel)

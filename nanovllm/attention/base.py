@@ -38,7 +38,7 @@ class Batch:
     slots_R: Tensor  # int64: the slot of each row, the index of states, adapters and drafters
     starts_R1: Tensor  # int32 [R + 1]
     lengths_R: Tensor  # int32, tokens of the request including this step's
-    page_table_RM: Tensor  # int32; entries after a request's own pages are stale
+    page_table_RM: Tensor  # int32; entries after a request's own pages are 0, the padding page
     sampled_at: Tensor | None  # int64: indices in T of sampled tokens, at least one; None: all
     num_decodes: int  # rows [:num_decodes] are decode rows: the latest token plus drafts
     num_decode_tokens: int  # tokens [:num_decode_tokens] belong to decode rows
@@ -94,6 +94,14 @@ class EagerOperation(Protocol):
         ...
 
 
+class Taps(Protocol):
+    """Observer of the residual stream, whose values draft models take."""
+
+    def take(self, layer: int, residual: Any) -> Any:  # noqa: ANN401
+        """Read the stream before a layer, or after the last one, and return it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     """Inputs of a forward pass besides weights and caches."""
@@ -104,6 +112,7 @@ class ForwardContext:
     # Layers call an EagerOperation as eager(operation, ctx, *tensors), with contiguous tensors. It
     # runs at once, but a piecewise graph is split there. A method would double the cost of a call.
     eager: Callable[..., Tensor] = operator.call
+    taps: Taps | None = None
     lane_tokens: int = 0  # as in plan.StepPlan; 0 in a graph, whose tokens are equal in all lanes
 
 

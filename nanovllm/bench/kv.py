@@ -217,17 +217,17 @@ def measure(config: Config, plan: MemoryPlan) -> MemoryPlan:
     config = replace(config, recipe=replace(config.recipe, parallel=parallel))
     found = resolved(config, plan.found.mesh)
     held = torch.cuda.memory_allocated(found.device)  # workspaces of an earlier measurement
-    model, device = load(config, found), found.device
+    (model, draft_model), device = load(config, found), found.device
     weights = torch.cuda.memory_allocated(device) - held
     one_page = replace(found.recipe, cache=replace(found.recipe.cache, pages=1))
-    runner = with_caches(dataclasses.replace(found, recipe=one_page), model)[0]
+    runner = with_caches(dataclasses.replace(found, recipe=one_page), model, draft_model)[0]
     taken = {WEIGHTS: weights, STEP: peak(partial(largest_steps, runner, found.recipe)) - weights}
     free, total = torch.cuda.mem_get_info(device)
     taken |= {OTHERS: total - free - torch.cuda.memory_reserved(device), GRAPHS: GIB}
     asked, before = runner.sampler.columns.host, torch.cuda.memory_allocated(device)
     asked["num_logprobs"][:], asked["special"][:] = 1 + MAX_TOP_LOGPROBS, True
     taken[LOGPROBS] = peak(partial(run_padding, runner, runner.slots.padding, 1)) - before
-    del model, runner
+    del model, draft_model, runner
     gc.collect()
     torch.cuda.empty_cache()
     share = int(total * found.recipe.cache.memory_fraction)

@@ -13,6 +13,7 @@ from itertools import product
 
 import torch
 from msgspec.structs import replace
+from torch import nn
 
 from nanovllm.bench.gpus import CPU, Gpu
 from nanovllm.config import (
@@ -38,7 +39,8 @@ STATES, LOGPROBS = "running states", "log-probabilities"
 CUDA_BYTES = 757 << 20  # CUDA context with the code of kernels, measured on an H200
 RANKS_BYTES = 512 << 20  # buffers between ranks, not measured yet
 HOST_GPUS = (1, 2, 4, 8)
-Models = dict[tuple[Mesh, int], Decoder]  # models on the meta device by mesh and context
+# Resolved.empty_models on the meta device, by mesh and context.
+Models = dict[tuple[Mesh, int], tuple[Decoder, nn.ModuleList]]
 SMALLEST = "the smallest cache (2 pages)"
 MOST_HALVINGS = 5  # from 512 slots and 8192 tokens to 16 and 256
 
@@ -106,7 +108,10 @@ class MemoryPlan:
         num_bytes, layers = weight_traffic(self.model.layers, rows, self.found.mesh.lanes)
         head, own = self.model.head.weight, -(-rows // self.found.mesh.lanes)
         products = self._least(num_bytes + head.nbytes, 2 * (layers * rows + head.numel() * own))
-        cached, flops = decode_bytes(self.found.layout, length), length * self._flops(decodes=True)
+        cached, flops = (
+            decode_bytes(self.found.own_layout, length),
+            length * self._flops(decodes=True),
+        )
         return products + own * self._least(cached, flops)
 
     def prefill_s(self, rows: int, length: int) -> float:
@@ -124,7 +129,7 @@ class MemoryPlan:
         """Return the FLOP per query and attended token, over all layers and one rank's heads."""
         config, found = self.found.model_config, self.found
         heads = config.num_attention_heads // found.mesh.tp_size
-        return 2 * num_paged(found.layout) * heads * config.key_value_size(decodes=decodes)
+        return 2 * num_paged(found.own_layout) * heads * config.key_value_size(decodes=decodes)
 
     def _least(self, num_bytes: float, flops: float) -> float:
         return max(num_bytes / self.gpu.gb_per_s / 1e9, flops / self.gpu.tflops / 1e12)
@@ -141,8 +146,8 @@ def plan_of(config: Config, gpu: Gpu, size: int, models: Models | None = None) -
     found = resolved(given, first_rank(asked.parallel).first_of(size))
     models = {} if models is None else models
     key = found.mesh, found.max_model_tokens
-    model = models[key] = models.get(key) or found.empty_model(torch.device("meta"))
-    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    made = models[key] = models.get(key) or found.empty_models(torch.device("meta"))
+    model, weights = made[0], sum(t.nbytes for t in (*made[1].parameters(), *made[1].buffers()))
     slots = int(found.recipe.schedule.slots)
     taken = {WEIGHTS: weights, STATES: running_bytes(found.layout, found.recipe), LOGPROBS: 0}
     total = share = weights + int(asked.cache.cpu_gib * GIB)

@@ -247,19 +247,23 @@ SERVERS: Table = {
     "Speculative decoding": (
         use("speculative-config -sc speculative-algorithm spec-method",
             "--set 'speculate={method: ngram, tokens: 3}'",
-            "also min_match and max_match; draft models, EAGLE and MTP are not offered", {
+            "or methods draft_model and eagle3, with model, a folder; or mtp", {
                 **dict.fromkeys(("NGRAM", "ngram"), "use --set speculate.method=ngram"),
-                **dict.fromkeys(("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "DFLASH", "eagle",
-                                 "eagle3", "mtp", "medusa", "draft_model", "suffix"),
-                                "not offered: only ngram drafts, --set speculate.method=ngram"),
+                **dict.fromkeys(("STANDALONE", "draft_model"),
+                                "use --set speculate.method=draft_model"),
+                **dict.fromkeys(("EAGLE3", "eagle3"), "use --set speculate.method=eagle3"),
+                **dict.fromkeys(("NEXTN", "mtp"), "use --set speculate.method=mtp"),
+                **dict.fromkeys(("EAGLE", "DFLASH", "eagle", "medusa", "suffix"),
+                                "not offered: only ngram, draft_model, eagle3 and mtp"),
             }),
         use("num-speculative-tokens speculative-num-draft-tokens spec-tokens "
             "speculative-num-steps", "--set speculate.tokens={N}"),
         use("ngram-prompt-lookup-min", "--set speculate.min_match={N}"),
         use("ngram-prompt-lookup-max", "--set speculate.max_match={N}"),
-        never("speculative-* spec-* spec-model *eagle* decoupled-spec-* enable-draft-* "
+        use("speculative-draft-model-path spec-model", "--set speculate.model={FOLDER}"),
+        never("speculative-* spec-* *eagle* decoupled-spec-* enable-draft-* "
               "num-lookahead-slots *-draft-* spec-decoding-*",
-              "only ngram drafts: --set speculate.method=ngram"),
+              "only the keys of `speculate` in a recipe"),
         always("per-request-spec-decode-metrics", "see /metrics and `nanovllm bench`"),
     ),
     "API and parsers": (

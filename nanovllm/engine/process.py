@@ -147,7 +147,7 @@ def scheduler_of(recipe: Recipe, layout: CacheLayout, place: Place) -> Planner:
         step_tokens=int(schedule.step_tokens),
         mixed_step_tokens=given_or(schedule.mixed_step_tokens, int(schedule.step_tokens)),
         max_model_tokens=int(recipe.server.max_model_tokens),
-        num_drafts=recipe.num_drafts,
+        drafts=recipe.drafts,
         ageing_s=schedule.ageing_s,
         overtake_steps=schedule.overtake_steps,
     )

@@ -147,7 +147,7 @@ class LanesHandle(RankedHandle):
         ends = np.cumsum([num_masks(plan) for plan in self.plans])
         own, *others = np.split(masks, ends[:-1])
         self.place.send(encode(PlanMessage([], others)))
-        if len(own):
+        if len(own) or self.plans[0].draws_late:
             self.own.sample(own)
 
     def wait(self) -> StepResult:
@@ -169,7 +169,7 @@ class Follower:
     def __init__(self, own: Executor, place: Place) -> None:
         self.own, self.place = own, place
         self._at = place.rank - 1 if place.lanes > 1 else 0
-        self._masked: StepHandle
+        self._late: StepHandle | None = None  # of a step that has not drawn yet
         self._sampled: SimpleQueue[StepHandle] = SimpleQueue()
         if place.lanes > 1:
             threading.Thread(target=self._reply, daemon=True).start()
@@ -179,12 +179,12 @@ class Follower:
         if received.plans:
             plan = received.plans[self._at]
             handle = self.own.launch(plan)
-            if plan.masked:
-                self._masked = handle
+            if plan.masked or plan.draws_late:
+                self._late = handle
                 return
-        elif len(masks := received.masks[self._at]):
-            handle = self._masked
-            handle.sample(masks.copy())  # torch needs a writable array
+        elif self._late is not None:
+            handle, self._late = self._late, None
+            handle.sample(received.masks[self._at].copy())  # torch needs a writable array
         else:
             return
         if self.place.lanes > 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 # Kind of a paged cache: keys and values of heads that share them, or latents of all heads (MLA).
 CacheKind = Literal["grouped", "latent"]
@@ -71,3 +72,14 @@ class CacheLayout(Struct, frozen=True):
     @property
     def bytes_per_state(self) -> int:
         return len(self.state.layers) * self.state.bytes_per_state if self.state else 0
+
+    @property
+    def num_layers(self) -> int:
+        recurrent = len(self.state.layers) if self.state else 0
+        return recurrent + sum(len(group.layers) for group in self.paged)
+
+    def followed_by(self, other: CacheLayout) -> CacheLayout:
+        """Return the layout with the paged layers of another model after those of this one."""
+        first = self.num_layers
+        more = [replace(g, layers=tuple(first + n for n in g.layers)) for g in other.paged]
+        return replace(self, paged=(*self.paged, *more))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanovllm.attention.base import ForwardContext
 from nanovllm.attention.grouped import GroupedHeads
-from nanovllm.layers.linear import AddLinear, Layer, NormLinear, Placement, parameter
+from nanovllm.layers.linear import AddLinear, Layer, Linear, NormLinear, Placement, parameter
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.residual import Added, Residual, as_tensor
 from nanovllm.parallel.mesh import Mesh, Span
@@ -47,7 +47,7 @@ class Attention(Layer):
         self.is_last, self.eps, self.ops = is_last, eps, ops
         q = mesh.span("num_attention_heads", num_heads).of_width(head_size)
         kv = mesh.span_or_copy("num_key_value_heads", num_kv_heads).of_width(head_size)
-        self.qkv = NormLinear(hidden_size, eps, {"q": q, "k": kv, "v": kv}, ops)
+        self.qkv: Linear = NormLinear(hidden_size, eps, {"q": q, "k": kv, "v": kv}, ops)
         # All key heads have the same number of copies: the mean over ranks is that over heads.
         self.norm_ranks = mesh if qk_norm == "row" else None
         spans = (q, kv) if qk_norm == "row" else (Span(head_size, 0, head_size),) * 2

@@ -18,7 +18,7 @@ def altered(own: DecoderConfig, recipe: Recipe, path: Path) -> DecoderConfig:
         if not 1 <= num_layers <= own.num_hidden_layers:
             most = f"{own.num_hidden_layers}, the number in {path}"
             raise ConfigError(f"model.num_layers is {num_layers}; it must be between 1 and {most}")
-        own = replace(own, num_hidden_layers=num_layers)
+        own = replace(own, num_hidden_layers=num_layers, checkpoint_layers=own.num_hidden_layers)
     if recipe.quantize is not None:
         if own.quantization_config is not None:
             raise ConfigError(f"quantize is fp8, but {path} is already quantised; remove quantize")

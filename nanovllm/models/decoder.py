@@ -6,6 +6,7 @@ Properties of a single family are in that family's file.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, cast
 
@@ -50,6 +51,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     rope_parameters: Rope  # models/config.py turns the older rope_theta and rope_scaling into it
     tie_word_embeddings: bool = False
     quantization_config: BlockFp8 | None = None
+    checkpoint_layers: Count | None = None  # num_hidden_layers of the file, if the recipe has fewer
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -83,6 +85,23 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         """Number of leading elements of a head that are rotated."""
         part = self.rope_parameters.partial_rotary_factor or self.ROTATED or 1
         return int(self.head_size * part)
+
+    def mtp(self) -> MtpSpec | None:
+        """Return the layer that predicts further tokens, or None if the family has none."""
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpSpec:
+    """The MTP layer of a family (models/mtp.py): its config, and its names in the checkpoint."""
+
+    config: DecoderConfig  # with the layer as the last of num_hidden_layers
+    prefix: str  # of all tensors of MTP
+    block: str  # the attention and the experts
+    norms: tuple[str, str, str]  # of the embedding, of the hidden state, and after the block
+    proj: str  # product of the two normalised inputs, the embedding first
+    less_one: str = "-"  # pattern of norm weights that are stored as weight - 1
+    copies: tuple[str, ...] = ()  # copies of the target's embedding and output head
 
 
 class Block(Layer):
@@ -185,8 +204,12 @@ class Decoder(Layer):
         With `ctx.all_hidden`, return those of all tokens, x_TD.
         """
         residual: Residual = Added(self.embed(token_ids_T))
-        for block in self.layers:
+        for layer, block in enumerate(self.layers):
+            if ctx.taps is not None:
+                residual = ctx.taps.take(layer, residual)
             residual = block(residual, self.cos_sin_LA, ctx)
+        if ctx.taps is not None:
+            residual = ctx.taps.take(len(self.layers), residual)
         x_SD: Tensor = self.norm(residual)[0]
         return x_SD
 

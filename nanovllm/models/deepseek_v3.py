@@ -1,7 +1,7 @@
 """DeepSeek-V3 and R1: latent attention; dense layers, then grouped routed and shared experts.
 
-The layers after the last one, which predict further tokens (MTP), are not loaded. Source:
-transformers' DeepseekV3ForCausalLM.
+The layer after the last one, which predicts further tokens (MTP), is a draft head: models/mtp.py.
+Source: transformers' DeepseekV3ForCausalLM.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 from msgspec import Meta
+from msgspec.structs import replace
 from nanovllm_kernels.attention.latent_reference import row_size
 from nanovllm_kernels.experts.route_reference import Routing
 
@@ -21,7 +22,7 @@ from nanovllm.layers.latent_attention import LatentAttention, LatentSizes
 from nanovllm.layers.linear import Layer
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.stretched_rope import YarnRope
-from nanovllm.models.decoder import Block, Count, Decoder, DecoderConfig, Rule
+from nanovllm.models.decoder import Block, Count, Decoder, DecoderConfig, MtpSpec, Rule
 from nanovllm.parallel.mesh import Mesh
 
 ATTENTION, MLPS = "model.layers.{}.self_attn", "model.layers.{}.mlp"
@@ -51,6 +52,7 @@ class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
     topk_group: Count = 4
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 2.5
+    num_nextn_predict_layers: Annotated[int, Meta(ge=0)] = 1  # layers of MTP in the checkpoint
 
     def __post_init__(self) -> None:
         if self.num_key_value_heads != self.num_attention_heads:
@@ -106,6 +108,26 @@ class DeepseekV3Config(DecoderConfig, frozen=True, kw_only=True):
     def score_scale(self) -> float:
         rope, size = self.rope_parameters, self.qk_nope_head_dim + self.qk_rope_head_dim
         return float(size**-0.5 * (rope.score_scale if isinstance(rope, YarnRope) else 1.0))
+
+    def mtp(self) -> MtpSpec | None:
+        """Return the first layer after the checkpoint's last one. It always has experts."""
+        if not self.num_nextn_predict_layers:
+            return None
+        name = f"model.layers.{self.checkpoint_layers or self.num_hidden_layers}"
+        return MtpSpec(
+            config=replace(
+                self, num_hidden_layers=self.num_hidden_layers + 1, first_k_dense_replace=0
+            ),
+            prefix=f"{name}.",
+            block=name,
+            norms=(
+                f"{name}.enorm.weight",
+                f"{name}.hnorm.weight",
+                f"{name}.shared_head.norm.weight",
+            ),
+            proj=f"{name}.eh_proj.weight",
+            copies=(f"{name}.embed_tokens.weight", f"{name}.shared_head.head.weight"),
+        )
 
     def evenly_cut(self, ep: int) -> tuple[str, ...]:
         fields = ["num_attention_heads"]

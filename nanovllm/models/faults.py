@@ -21,13 +21,14 @@ def whole(
     source: Path,
     paths: Iterable[Path],
     *,
-    num_layers: int,
+    num_layers: int | None,
     takes: Callable[[str, Stored], bool],
 ) -> dict[str, Stored]:
     """Return by name the tensors that fill the model, and those that `takes` accepts.
 
-    Tensors of layers from `num_layers` on are left out. Raise ConfigError if there are faults. Its
-    message begins with the `source`. For each kind it gives the number of faults and the first few.
+    Tensors of layers from `num_layers` on, and of MTP, are left out, unless it is None. Raise
+    ConfigError if there are faults. Its message begins with the `source`. For each kind it gives
+    the number of faults and the first few.
     """
     found: dict[str, Stored] = {}
     faults: defaultdict[str, list[str]] = defaultdict(list)
@@ -35,7 +36,7 @@ def whole(
     for path in paths:
         for name, tensor in sorted(tensors_in(path)):
             to, where = wanted.get(name), f"{name} in {path.name}"
-            if to is None and is_later(name, num_layers):
+            if to is None and num_layers is not None and is_later(name, num_layers):
                 later += 1
             elif name in found:
                 faults["duplicated"].append(f"{where} and {found[name].path.name}")
@@ -55,7 +56,7 @@ def whole(
         kinds = "; ".join(described(kind, tensors) for kind, tensors in faults.items())
         raise ConfigError(f"{source} does not fit the model: {kinds}")
     if later:
-        log.info("ignored %d tensors of layers that are not run (later ones, or MTP)", later)
+        log.info("left out %d tensors of layers after the model's last (later ones, or MTP)", later)
     return found
 
 

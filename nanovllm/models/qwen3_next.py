@@ -1,7 +1,7 @@
 """Qwen3-Next (80B-A3B): gated DeltaNet layers, and gated attention in every fourth layer.
 
 All layers have routed experts and a gated shared one. Norm weights are stored as weight - 1. The
-module that predicts further tokens (MTP) is not loaded. Source: transformers'
+module that predicts further tokens (MTP) is a draft head: models/mtp.py. Source: transformers'
 Qwen3NextForCausalLM.
 """
 
@@ -19,7 +19,7 @@ from nanovllm.layers.gated_attention import GatedAttention
 from nanovllm.layers.gated_delta import DeltaSizes, GatedDeltaNet
 from nanovllm.layers.linear import Layer
 from nanovllm.layers.ops import Ops
-from nanovllm.models.decoder import Count, Decoder, DecoderConfig, Rule
+from nanovllm.models.decoder import Count, Decoder, DecoderConfig, MtpSpec, Rule
 from nanovllm.models.sparse import WEIGHTS, SparseBlock, SparseConfig
 from nanovllm.parallel.mesh import Mesh
 
@@ -56,6 +56,29 @@ class Qwen3NextConfig(SparseConfig, frozen=True, kw_only=True):
         if self.layer_types is not None:
             return self.layer_types[layer] == "full_attention"
         return (layer + 1) % self.full_attention_interval == 0
+
+    def mtp(self) -> MtpSpec:
+        """Return the MTP module. Its layer has full attention and experts."""
+        count = self.num_hidden_layers + 1
+        norms = r"pre_fc_norm_\w+|norm|layers\.0\.(\w+_layernorm|self_attn\.[qk]_norm)"
+        return MtpSpec(
+            config=replace(
+                self,
+                num_hidden_layers=count,
+                layer_types=("full_attention",) * count,
+                mlp_only_layers=(),
+                decoder_sparse_step=1,
+            ),
+            prefix="mtp.",
+            block="mtp.layers.0",
+            norms=(
+                "mtp.pre_fc_norm_embedding.weight",
+                "mtp.pre_fc_norm_hidden.weight",
+                "mtp.norm.weight",
+            ),
+            proj="mtp.fc.weight",
+            less_one=rf"mtp\.({norms})\.weight",
+        )
 
     @property
     def shared_size(self) -> int:

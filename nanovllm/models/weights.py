@@ -27,6 +27,7 @@ from nanovllm.models.decoder import Decoder, Rule
 from nanovllm.models.destination import FP8, Destination
 from nanovllm.models.dummy import fill_random
 from nanovllm.models.faults import whole
+from nanovllm.models.head import DraftHead
 from nanovllm.models.quantised import in_blocks, scale_rules
 from nanovllm.models.scattered import joined, plus_one
 from nanovllm.models.shards import Stored, contents, num_bytes, read, runs
@@ -35,10 +36,14 @@ log = logging.getLogger("engine")
 SHARED = "shared"  # prefix of the parts of a shared expert
 
 
-def fill(model: Decoder, config: Config) -> None:
+def fill(
+    model: Decoder | DraftHead, config: Config, folder: Path | None = None, prefix: str = ""
+) -> None:
     """Fill every parameter in place.
 
-    Raise ConfigError if tensors do not fit: one line with the files and all faults.
+    `folder` has the weights; None: that of the config. The model has all of its tensors, or those
+    whose names begin with `prefix`. Raise ConfigError if tensors do not fit: one line with the
+    files and all faults.
     """
     load = config.recipe.load
     wanted = plus_one(destinations(model, model.WEIGHTS), model.LESS_ONE)
@@ -48,8 +53,8 @@ def fill(model: Decoder, config: Config) -> None:
     if load.format == "dummy":
         fill_random(wanted, load.seed)
     else:
-        assert config.model_dir is not None
-        fill_from_files(model, wanted, Path(config.model_dir))
+        assert folder is not None or config.model_dir is not None
+        fill_from_files(model, wanted, folder or Path(str(config.model_dir)), prefix)
     for layer in (module for module in model.modules() if isinstance(module, Layer)):
         layer.after_load()
 
@@ -64,15 +69,21 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def fill_from_files(model: Decoder, wanted: dict[str, Destination], folder: Path) -> None:
+def fill_from_files(
+    model: Decoder | DraftHead, wanted: dict[str, Destination], folder: Path, prefix: str
+) -> None:
     """Read the tensors of a checkpoint into their destinations. Raise ConfigError like `fill`."""
     source, paths = weight_files(folder)
     blocks, ignored = list[Any](model.layers), ignored_names(model)
+    is_head = isinstance(model, DraftHead)
 
     def takes(name: str, tensor: Stored) -> bool:
-        return bool(ignored.fullmatch(name)) or load_scale(name, partial(contents, tensor), blocks)
+        if ignored.fullmatch(name) or not name.startswith(prefix):
+            return True
+        return not is_head and load_scale(name, partial(contents, tensor), blocks)
 
-    stored = whole(wanted, source, paths, num_layers=len(blocks), takes=takes)
+    num_layers = None if is_head else len(blocks)
+    stored = whole(wanted, source, paths, num_layers=num_layers, takes=takes)
     order = runs((stored[name], to) for name, to in wanted.items())
     progress = Progress(log, f"loading {folder}", sum(map(num_bytes, order)), "GB")
     for count in read(order, next(model.parameters()).device):
@@ -140,7 +151,7 @@ def destinations_in(parameter: Tensor, placement: Placement | None) -> dict[str,
     return parts
 
 
-def ignored_names(model: Decoder) -> re.Pattern[str]:
+def ignored_names(model: Decoder | DraftHead) -> re.Pattern[str]:
     """Return a pattern of names that may be unused: IGNORED, and aliases of tied parameters."""
     own = dict(model.named_parameters())
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - own.keys()

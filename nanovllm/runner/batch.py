@@ -78,6 +78,8 @@ class Slots:
             self.device,
         )
         slots_N, cached_N, prompts_N, token_at_T, tokens_T, page_at_P, pages_P = sent
+        if plan.admits:  # drafts may be computed beyond the pages of a slot: in the padding page
+            self.pages_NM.index_fill_(0, slots_N.long(), 0)
         self.pages_NM.view(-1).index_copy_(0, page_at_P.long(), pages_P)
         if plan.admits:
             at_N = slots_N.long()
@@ -124,6 +126,7 @@ class StepRows:
     max_new: int
     max_length: int
     chunks: Sequence[Chunk] = ()
+    proposes: bool = True  # as in plan.StepPlan
 
     @property
     def is_decode(self) -> bool:
@@ -171,6 +174,7 @@ class RowBuilder:
             num_tokens=int(counts.sum()),
             width=width,
             max_length=plan.max_length,
+            proposes=plan.proposes,
         )
 
     def _mixed(self, plan: StepPlan, decode_counts: Int32, width: int) -> StepRows:
@@ -200,6 +204,7 @@ class RowBuilder:
             max_new=int(counts.max()),
             max_length=plan.max_length,
             chunks=plan.chunks,
+            proposes=plan.proposes,
         )
 
     def padded(self, num_tokens: int, width: int, max_length: int) -> StepRows:
@@ -240,6 +245,7 @@ def decode_rows(
     num_tokens: int,
     width: int,
     max_length: int,
+    proposes: bool = True,
 ) -> StepRows:
     """Return the rows of a step without chunks. All tokens are sampled."""
     return StepRows(
@@ -256,6 +262,7 @@ def decode_rows(
         num_tokens=num_tokens,
         max_new=width,
         max_length=max_length,
+        proposes=proposes,
     )
 
 

@@ -36,7 +36,9 @@ from nanovllm.runner.room import check_room
 from nanovllm.runner.runner import Runner
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling.shards import Shard
-from nanovllm.spec.base import drafter_of
+from nanovllm.spec.base import Drafter, drafter_of
+from nanovllm.spec.model_base import DraftModel
+from nanovllm.spec.model_drafter import ModelDrafter
 
 log = logging.getLogger("engine")
 
@@ -55,14 +57,14 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
     found = resolved(config, mesh)
     log.info("kernels: %s", found.reason)
     found.mesh.connect()
-    model, device = load(config, found), found.device
+    (model, draft_model), device = load(config, found), found.device
     # With a GPU, torch's threads would spin for the next small copy and take cores from others.
     torch.set_num_threads(cpu_threads(found.recipe, model) if device.type == "cpu" else 1)
     if found.recipe.kernels.invariant and device.type == "cuda":
         check_products(model, found.dtype)
     loaded = time.perf_counter()
     log.info("sizing the cache, which compiles what the largest steps need")
-    runner, recipe = with_caches(found, model)
+    runner, recipe = with_caches(found, model, draft_model)
     sized = time.perf_counter()
     own = found.model_config.max_position_embeddings
     log.info(
@@ -100,17 +102,40 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
     return Built(runner, recipe, found.model_config.vocab_size, found.layout)
 
 
-def load(config: Config, found: Resolved) -> Decoder:
-    """Return the model with its weights. Meanwhile compile its CuTe DSL kernels to disk."""
+def load(config: Config, found: Resolved) -> tuple[Decoder, DraftModel | None]:
+    """Return the model with its weights, and the one that drafts for it.
+
+    Meanwhile compile CuTe DSL kernels to disk.
+    """
     check_room(found)
     use_folder(cache_dir())
     model = found.empty_model(found.device)
     if found.recipe.kernels.invariant and found.device.type == "cuda":
         check_known(model)
-    with compile_in_background([] if found.mesh.rank else jobs_of(found, model)):
+    draft_model = found.empty_draft_model(model, found.device)
+    with compile_in_background([] if found.mesh.rank else jobs_of(found, model, draft_model)):
         fill(model, config)
+        if found.drafts is not None and draft_model is not None:
+            found.drafts.loader.fill(draft_model)
     found.mesh.least(0)  # a barrier: the other ranks wait for the kernels that rank 0 compiles
-    return model
+    return model, draft_model
+
+
+def drafter_of_model(
+    found: Resolved, sampler: Sampler, draft_model: DraftModel | None, max_tokens: int
+) -> Drafter | None:
+    """Return the recipe's drafter, or None without `speculate`."""
+    asked = found.recipe.speculate
+    if found.drafts is None or draft_model is None or asked is None:
+        return drafter_of(found.recipe, sampler)
+    return ModelDrafter(
+        draft_model,
+        found.drafts.backend,
+        sampler,
+        asked=asked,
+        page_tokens=found.page_tokens,
+        max_tokens=max_tokens,
+    )
 
 
 def prep_and_sampler(found: Resolved, max_tokens: int) -> tuple[BatchPrep, Sampler]:
@@ -129,7 +154,9 @@ def prep_and_sampler(found: Resolved, max_tokens: int) -> tuple[BatchPrep, Sampl
     return BatchPrep(slots, recipe.kernels.batch_prep), sampler
 
 
-def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
+def with_caches(
+    found: Resolved, model: Decoder, draft_model: DraftModel | None = None
+) -> tuple[Runner, Recipe]:
     """Return a runner with the number of pages that fit, and the recipe with that number."""
     recipe, device, page_tokens = found.recipe, found.device, found.page_tokens
     num_slots, most = int(recipe.schedule.slots), found.max_model_tokens
@@ -152,8 +179,9 @@ def with_caches(found: Resolved, model: Decoder) -> tuple[Runner, Recipe]:
             sampler=sampler,
             caches=caches,
             backend=found.backend,
-            drafter=drafter_of(recipe, sampler),
+            drafter=drafter_of_model(found, sampler, draft_model, most),
             states=states,
+            draft_model=draft_model,
         )
 
     def full_step() -> None:
@@ -281,8 +309,12 @@ def capture(runner: Runner, recipe: Recipe) -> None:
     sizes = [(size, w) for w in widths for size in graph_sizes(largest_graph(slots, w))]
     most = min(recipe.kernels.mixed_graph_tokens, int(recipe.schedule.step_tokens))
     piecewise = piecewise_sizes(most)
-    progress = Progress(log, "capturing", 2 * len(sizes) + len(piecewise), "CUDA graphs")
-    for graphs in (runner.graphs, runner.draws):
+    decode = [runner.graphs, runner.draws]
+    if runner.draft_model is not None:
+        decode.append(runner.quiet_draws)
+    num_graphs = len(decode) * len(sizes) + len(piecewise)
+    progress = Progress(log, "capturing", num_graphs, "CUDA graphs")
+    for graphs in decode:
         graphs.capture(sizes, int(recipe.server.max_model_tokens), progress.advance)
     runner.piecewise.capture(piecewise, progress.advance)
     progress.finish()

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.experts import ExpertLoad
 from nanovllm.layers.experts.moe import MoE
-from nanovllm.models.decoder import Decoder
 from nanovllm.runner.results import Event, HostEvent, to_host
 
 Counts = npt.NDArray[Any]
@@ -31,7 +30,7 @@ class ExpertCounter:
     The constructor also gives the layers the tables that map experts to replicas.
     """
 
-    def __init__(self, model: Decoder, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
         blocks = [part for part in model.modules() if isinstance(part, MoE)]
         sizes = [sum(map(len, block.places.ranks)) for block in blocks]
         self.tokens_X = torch.zeros(sum(sizes), dtype=torch.int64, device=device)

@@ -155,16 +155,22 @@ class EagerCut(NamedTuple):
 class CapturedPiecewise:
     graphs: list[Graph]
     cuts: list[EagerCut]  # after each graph but the last
-    output: Tensor  # of sampled tokens
+    outputs: tuple[Tensor, ...]  # of sampled tokens, then of all tokens
     seconds: float
     bytes_used: int
 
 
 class PiecewiseGraphs:
-    """Graphs of `run`, which maps a step's tokens to results, one list per number of tokens."""
+    """Graphs of `run`, which maps a step's tokens to results, one list per number of tokens.
+
+    The first result is of sampled tokens, the others are of all tokens.
+    """
 
     def __init__(
-        self, run: Callable[[ForwardContext], Tensor], most_rows: int, device: torch.device
+        self,
+        run: Callable[[ForwardContext], tuple[Tensor, ...]],
+        most_rows: int,
+        device: torch.device,
     ) -> None:
         self.run = run
         self.sampled_S = torch.zeros(most_rows, dtype=torch.int64, device=device)
@@ -214,14 +220,14 @@ class PiecewiseGraphs:
         # This run, before the capture, compiles kernels and sets up library workspaces.
         self.run(ForwardContext(batch, no_rows, eager=skip))
         begin()
-        output = self.run(ForwardContext(batch, no_rows, eager=cut))
+        outputs = self.run(ForwardContext(batch, no_rows, eager=cut))
         end()
         seconds = time.perf_counter() - started
         bytes_used = torch.cuda.memory_reserved() - used
         return CapturedPiecewise(
             graphs=graphs,
             cuts=cuts,
-            output=borrowed(output),
+            outputs=tuple(map(borrowed, outputs)),
             seconds=seconds,
             bytes_used=bytes_used,
         )
@@ -241,8 +247,8 @@ class PiecewiseGraphs:
         """Return the smallest captured size for these tokens, or 0."""
         return next((size for size in self.captured if size >= num_tokens), 0)
 
-    def replay(self, size: int, ctx: ForwardContext) -> Tensor:
-        """Return the result of `run` for the step. Padding tokens write to the padding page."""
+    def replay(self, size: int, ctx: ForwardContext) -> tuple[Tensor, ...]:
+        """Return the results of `run` for the step. Padding tokens write to the padding page."""
         piecewise, batch = self.captured[size], ctx.batch
         assert batch.sampled_at is not None and not ctx.all_hidden  # the captured case
         num_tokens, num_sampled = len(batch.token_ids_T), len(batch.sampled_at)
@@ -257,7 +263,8 @@ class PiecewiseGraphs:
         for (operation, tensors, shape), graph in zip(piecewise.cuts, others, strict=True):
             operation(ctx, *[x_TX[:num_tokens] for x_TX in tensors], results[shape])
             graph.replay()
-        return piecewise.output[:num_sampled]
+        of_sampled, *of_all = piecewise.outputs
+        return of_sampled[:num_sampled], *(x_TX[:num_tokens] for x_TX in of_all)
 
 
 def no_rows(*_: object) -> NoReturn:

@@ -19,13 +19,16 @@ from typing import Any
 from nanovllm_kernels.compile_cache import Job
 from nanovllm_kernels.fp8_reference import Scaled
 from nanovllm_kernels.products.gated_linear import compile_gated
+from torch import nn
 
+from nanovllm.kv.layout import PagedGroup
 from nanovllm.layers.embedding import VocabEmbedding
 from nanovllm.layers.experts.products import ExpertMLPs
-from nanovllm.layers.linear import AddLinear, NormLinear
+from nanovllm.layers.linear import AddLinear, Linear, NormLinear
 from nanovllm.log import Progress
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.resolved import Resolved
+from nanovllm.spec.model_base import DraftModel
 
 log = logging.getLogger("engine")
 MANY_PAIRS = 1 << 16  # large enough that every expert gets the kernel for many rows
@@ -33,37 +36,50 @@ LEAST_CORES = 8  # with fewer cores, the processes would slow each other down
 HOPPER = ("env", "CUTE_DSL_ARCH=sm_90a", "QUACK_ARCH=90", "CUDA_VISIBLE_DEVICES=")
 
 
-def jobs_of(found: Resolved, model: Decoder) -> list[Job]:
+def jobs_of(found: Resolved, model: Decoder, draft_model: DraftModel | None = None) -> list[Job]:
     """Return the CuTe DSL kernels that an engine needs before it is ready."""
-    kernels, dtype, page_tokens = found.recipe.kernels, found.recipe.dtype, found.page_tokens
-    paged, num_ranks = found.layout.paged[0], found.mesh.tp_size
-    group = found.model_config.num_attention_heads // num_ranks // paged.num_heads
-    jobs: list[Job] = []
+    kernels, asked = found.recipe.kernels, found.recipe.speculate
+    paged, tokens = found.own_layout.paged[0], asked.tokens if asked is not None else 0
+    jobs = attention_of(found, paged, model.layers[paged.layers[0]], {1 + tokens})
+    models: list[Any] = [model]
+    if draft_model is not None and found.drafts is not None:
+        drafts: Any = draft_model
+        models.append(drafts)
+        own, more = found.drafts.loader.layout.paged[0], 1 - draft_model.lag
+        first_passes = {1 + tokens + more, 1 + more}
+        jobs += attention_of(found, own, drafts.layers[own.layers[0]], first_passes)
+    if kernels.gated_linear == "cute":
+        jobs.append(compile_gated.job(found.recipe.dtype, True))
+    for each in models:
+        if "cute" in (kernels.skinny_linear, kernels.fp8_linear) or kernels.invariant:
+            jobs += products_of(each, ordered=kernels.invariant)
+        jobs += experts_of(each)
+    return [*dict.fromkeys(jobs)]
+
+
+def attention_of(found: Resolved, paged: PagedGroup, block: Any, widths: set[int]) -> list[Job]:  # noqa: ANN401
+    """Return the kernels of a block's attention. `widths`: maximum tokens of decode rows."""
+    kernels, page_tokens, attn = found.recipe.kernels, found.page_tokens, block.attn
     if paged.kind == "latent":
-        attn: Any = model.layers[0].attn
-        jobs += attn.jobs(found.recipe)
-    elif kernels.attention == "flash":
+        latent: list[Job] = attn.jobs(found.recipe)
+        return latent
+    group, jobs = attn.out.weight.shape[1] // paged.k_size // paged.num_heads, list[Job]()
+    if kernels.attention == "flash":
         from nanovllm_kernels.attention.flash_prefill import compile_causal
 
-        jobs.append(compile_causal.job(group, page_tokens, paged.k_size, dtype))
-    if kernels.decode == "cute" and paged.kind == "grouped":
+        jobs.append(compile_causal.job(group, page_tokens, paged.k_size, found.recipe.dtype))
+    if kernels.decode == "cute":
         from nanovllm_kernels.attention.paged_decode_cute import MAX_PAIRS, compile_decode
 
-        asked = found.recipe.speculate
-        drafted = 0 if asked is None else 1 + asked.tokens
-        drafted = drafted if group * drafted <= MAX_PAIRS else 0
+        is_fp8 = paged.bytes_per_element == 1
         jobs += [
-            compile_decode.job(group, paged.k_size, page_tokens, most, paged.bytes_per_element == 1)
-            for most in {0, drafted}
+            compile_decode.job(group, paged.k_size, page_tokens, most, is_fp8)
+            for most in sorted({0, *(width for width in widths if 1 < width <= MAX_PAIRS // group)})
         ]
-    if kernels.gated_linear == "cute":
-        jobs.append(compile_gated.job(dtype, True))
-    if "cute" in (kernels.skinny_linear, kernels.fp8_linear) or kernels.invariant:
-        jobs += products_of(model, ordered=kernels.invariant)
-    return jobs + experts_of(model)
+    return jobs
 
 
-def experts_of(model: Decoder) -> list[Job]:
+def experts_of(model: nn.Module) -> list[Job]:
     """Return the kernels of routed experts for many rows."""
     found: set[Job] = set()
     for module in model.modules():
@@ -74,7 +90,7 @@ def experts_of(model: Decoder) -> list[Job]:
     return sorted(found)
 
 
-def products_of(model: Decoder, *, ordered: bool = False) -> list[Job]:
+def products_of(model: nn.Module, *, ordered: bool = False) -> list[Job]:
     """Return the kernels of the model's products for few rows, and fp8 ones for many.
 
     `ordered`: without fused operations, as for kernels.invariant.
@@ -89,7 +105,7 @@ def products_of(model: Decoder, *, ordered: bool = False) -> list[Job]:
                 kind = Kind(normed=True, gated=module.gated)
             case AddLinear():
                 kind = Kind(added=module.mesh.tp_size == 1)
-            case VocabEmbedding():
+            case Linear() if type(module) in (Linear, VocabEmbedding) and len(module.weight):
                 kind = Kind()
             case _:
                 continue

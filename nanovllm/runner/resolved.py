@@ -11,9 +11,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from msgspec.structs import replace
+from torch import nn
 
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.choose import choose_backend
@@ -31,14 +33,26 @@ from nanovllm.config import (
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.kv.split import Split, room_for_pages, running_bytes
 from nanovllm.layers.kernels import BESIDE, OPERATIONS, fastest, reason, select_ops
+from nanovllm.layers.ops import Ops
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder, DecoderConfig
 from nanovllm.models.weights import default_dtype
 from nanovllm.parallel.cut import check_cut
 from nanovllm.parallel.mesh import Mesh, first_rank
+from nanovllm.registry import resolve
+from nanovllm.spec import DRAFT_LOADERS
+from nanovllm.spec.model_base import DraftLoader, DraftModel
 
 GIB = 1 << 30
 MEASURED_LATER = 1 << 30  # pages
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """The model that drafts, before it is made."""
+
+    loader: DraftLoader
+    backend: AttentionBackend  # for its own layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +60,7 @@ class Resolved:
     recipe: Recipe  # every "auto" resolved but cache.pages and mixed_step_tokens
     family: type[Decoder]
     model_config: DecoderConfig
-    layout: CacheLayout
+    layout: CacheLayout  # of the model's layers, then of the draft model's
     mesh: Mesh
     device: torch.device
     dtype: torch.dtype
@@ -54,10 +68,17 @@ class Resolved:
     reason: str  # implementations that kernels "auto" means here, and why
     passed_over: str  # preferred attention backends that were not chosen, with reasons
     asked_context: int | Auto  # server.max_model_tokens of the recipe
+    drafts: DraftSource | None = None
 
     @property
     def page_tokens(self) -> int:
         return int(self.recipe.cache.page_tokens)
+
+    @property
+    def own_layout(self) -> CacheLayout:
+        """The layout without the layers of a draft model."""
+        count = len(self.drafts.loader.layout.paged) if self.drafts is not None else 0
+        return replace(self.layout, paged=self.layout.paged[: len(self.layout.paged) - count])
 
     @property
     def device_name(self) -> str:
@@ -81,10 +102,25 @@ class Resolved:
         Raise ConfigError if the recipe names a kernel that cannot run here, or a placement of
         experts that does not fit the model.
         """
-        ops = select_ops(self.recipe.kernels, self.device)
-        ops = dataclasses.replace(ops, experts=ops.experts.as_asked(self.recipe.experts))
         with device, default_dtype(self.dtype):
-            return self.family(self.model_config, self.mesh, ops, self.max_model_tokens)
+            return self.family(self.model_config, self.mesh, self._ops(), self.max_model_tokens)
+
+    def empty_draft_model(self, target: Decoder, device: torch.device) -> DraftModel | None:
+        """Return the model that drafts for `target`, with uninitialised parameters, or None."""
+        if self.drafts is None:
+            return None
+        with device, default_dtype(self.dtype):
+            return self.drafts.loader.empty(target, self._ops(), self.max_model_tokens)
+
+    def empty_models(self, device: torch.device) -> tuple[Decoder, nn.ModuleList]:
+        """Return the model, and it together with the model that drafts for it."""
+        model = self.empty_model(device)
+        drafts: Any = self.empty_draft_model(model, device)
+        return model, nn.ModuleList([model] if drafts is None else [model, drafts])
+
+    def _ops(self) -> Ops:
+        ops = select_ops(self.recipe.kernels, self.device)
+        return dataclasses.replace(ops, experts=ops.experts.as_asked(self.recipe.experts))
 
 
 def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
@@ -99,17 +135,26 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
     mesh = mesh or first_rank(config.recipe.parallel)
     check_cut(mesh, model_config)
     element_bytes = bytes_of_element(config.recipe.cache.dtype, dtype, device)
-    layout = family.cache_layout(model_config, mesh, element_bytes)
+    own = layout = family.cache_layout(model_config, mesh, element_bytes)
     if config.recipe.cache.state_dtype == "bfloat16":
-        layout = with_short_states(layout)
+        own = layout = with_short_states(layout)
+    loader = loader_of(config, model_config, mesh, element_bytes)
+    if loader is not None:
+        layout = layout.followed_by(loader.layout)
     recipe = without_autos(config.recipe, device, dtype, model_config.STEP_TOKENS)
-    asked, own = recipe.server.max_model_tokens, model_config.max_position_embeddings
+    asked, longest = recipe.server.max_model_tokens, model_config.max_position_embeddings
     pages = known_pages(recipe, layout) or MEASURED_LATER
-    most = fitting_context(asked, own, pages, recipe, layout=layout)
+    most = fitting_context(asked, longest, pages, recipe, layout=layout)
     recipe = replace(recipe, server=replace(recipe.server, max_model_tokens=most))
-    backend, kernels, passed_over = choose_backend(
-        recipe.kernels, device, dtype, layout, page_tokens=int(recipe.cache.page_tokens)
+    choose = partial(
+        choose_backend,
+        recipe.kernels,
+        device,
+        dtype,
+        page_tokens=int(recipe.cache.page_tokens),
     )
+    backend, kernels, passed_over = choose(own)
+    drafts = None if loader is None else DraftSource(loader, choose(loader.layout)[0])
     return Resolved(
         recipe=replace(recipe, kernels=kernels),
         family=family,
@@ -122,6 +167,7 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
         reason=reason(config.recipe.kernels, device),
         passed_over=passed_over,
         asked_context=asked,
+        drafts=drafts,
     )
 
 
@@ -140,6 +186,17 @@ def refuse_variant(recipe: Recipe, device: torch.device) -> None:
     ):
         if is_variant:
             raise ConfigError(f"{key} is {value}, but {cause}; drop it or kernels.invariant")
+
+
+def loader_of(
+    config: Config, model_config: DecoderConfig, mesh: Mesh, element_bytes: int
+) -> DraftLoader | None:
+    """Return the loader of the recipe's draft model, or None if no model drafts."""
+    asked = config.recipe.speculate
+    if asked is None or asked.method not in DRAFT_LOADERS:
+        return None
+    make: Callable[..., DraftLoader] = resolve(DRAFT_LOADERS, asked.method)
+    return make(config, model_config, mesh, element_bytes)
 
 
 def with_short_states(layout: CacheLayout) -> CacheLayout:

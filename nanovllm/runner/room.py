@@ -104,7 +104,7 @@ def less_cache(need: Need, before: str) -> Iterator[tuple[str, Need]]:
 
 def need_of(found: Resolved) -> Need:
     recipe, device, cache = found.recipe, found.device, found.recipe.cache
-    model = found.empty_model(torch.device("meta"))
+    _, models = found.empty_models(torch.device("meta"))
     page_bytes = found.layout.bytes_per_token * found.page_tokens
     slots = int(recipe.schedule.slots)
     pages = given_or(cache.pages, slots * -(-found.max_model_tokens // found.page_tokens))
@@ -128,13 +128,13 @@ def need_of(found: Resolved) -> Need:
     if cache.pages != "auto":
         key = "cache.pages"
     taken = {"cache.pages": whole, "": 0}.get(key, min(int(cache.cpu_gib * GIB), whole))
-    others = sum(t.nbytes for t in model.parameters() if t.dtype != found.dtype)
+    others = sum(t.nbytes for t in models.parameters() if t.dtype != found.dtype)
     return Need(
         model=recipe.model,
-        parameters=sum(t.numel() for t in model.parameters() if t.dtype == found.dtype),
+        parameters=sum(t.numel() for t in models.parameters() if t.dtype == found.dtype),
         dtype=recipe.dtype,
         dtype_bytes=found.dtype.itemsize,
-        table_bytes=others + sum(tensor.nbytes for tensor in model.buffers()),
+        table_bytes=others + sum(tensor.nbytes for tensor in models.buffers()),
         others=f" + {gib(others)} of other types" if others else "",
         cache_key=key,
         cache_bytes=taken,

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.attention.base import AttentionBackend, Batch, ForwardContext
 from nanovllm.experts import ExpertLoad
@@ -25,7 +25,8 @@ from nanovllm.runner.results import DeviceClock, Handle, StepCopy, start_copy
 from nanovllm.sampling.base import Sampled, SampleRows
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling.vetting import Vetting
-from nanovllm.spec.base import Drafter
+from nanovllm.spec.base import Drafter, DraftStep
+from nanovllm.spec.model_base import DraftModel, StreamTaps
 from nanovllm.wire import Generate
 
 
@@ -36,6 +37,8 @@ class Forwarded:
     batch: Batch
     hidden_SD: Tensor  # normalised; at least one token's, even if no row samples
     logits_SV: Tensor | None  # None if no row samples in this step
+    given_TX: Tensor | None = None  # of all tokens: input of a draft model, see spec.model_base
+    lane_tokens: int = 0  # as in plan.StepPlan; 0 under a graph
 
 
 class Written(NamedTuple):
@@ -60,8 +63,11 @@ class Runner:
         backend: AttentionBackend,
         drafter: Drafter | None = None,
         states: States | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
+        """`draft_model` is the one that `drafter` runs, whose layers follow those of `model`."""
         self.drafter = drafter
+        self.draft_model = draft_model
         self.num_drafts = drafter.num_drafts if drafter is not None else 0
         self.model = model
         self.prep = prep
@@ -69,15 +75,23 @@ class Runner:
         self.sampler = sampler
         self.caches = caches
         self.states = states or NoStates()
-        model.bind_caches({**caches.by_layer, **self.states.by_layer})
+        own, by_layer = len(model.layers), {**caches.by_layer, **self.states.by_layer}
+        model.bind_caches({n: cache for n, cache in by_layer.items() if n < own})
+        if draft_model is not None:
+            draft_model.bind_caches({n - own: c for n, c in by_layer.items() if n >= own})
         self.backend = backend
         self.device = self.slots.device
-        self.experts = ExpertCounter(model, self.device)
+        counted: list[Any] = [model]
+        if draft_model is not None and draft_model.lag == 1:
+            counted.append(draft_model)  # a head's layers follow the model's
+        self.experts = ExpertCounter(nn.ModuleList(counted), self.device)
         num_slots, width = self.slots.padding, 1 + self.num_drafts
         most_rows = largest_graph(num_slots, width)
         self.builder = RowBuilder(most_rows, num_slots, width, self.device)
         self.graphs = DecodeGraphs(self.forward, self.builder, share_outputs)
         self.draws = DecodeGraphs(self.draw_plain, self.builder)
+        # The same for steps after which the draft model proposes nothing. Empty without one.
+        self.quiet_draws = DecodeGraphs(partial(self.draw_plain, proposes=False), self.builder)
         self.piecewise = PiecewiseGraphs(self.hidden, num_slots * width, self.device)
         self.clock = DeviceClock(self.device)
         self.steps_by_mode: Counter[str] = Counter()
@@ -105,7 +119,7 @@ class Runner:
         self.steps_by_mode[mode_key(mode, plan)] += 1
         finish = partial(self.finish, rows, forwarded, plan.masked)
         handle = Handle(plan.step, self.clock, gap, finish)
-        if plan.masked:
+        if plan.masked or plan.draws_late:
             self.clock.end()
         else:
             handle.sample(None)
@@ -117,12 +131,14 @@ class Runner:
     ) -> StepCopy:
         """Sample, write the tokens to the slots, and start the copy to the host."""
         batch, logits_SV = forwarded.batch, forwarded.logits_SV
-        if masks is not None and logits_SV is not None:
+        if masked and masks is not None and logits_SV is not None:
             self.sampler.apply_mask(logits_SV, rows.samples_of(masked), masks)
         size = len(batch.token_ids_T), rows.width
         graph = self.graphs.captured.get(size)
         if graph and graph.output is forwarded and self.sampler.plain(rows.host_slots):
-            written: Written = self.draws.replay(size)
+            is_quiet = self.draft_model is not None and not rows.proposes
+            draws = self.quiet_draws if is_quiet else self.draws
+            written: Written = draws.replay(size)
             return start_copy(rows, written.lines_RW, written.drafts_RX)
         num_samples = len(rows.host_slots)
         sampled = Sampled(batch.slots_T[:0], None)
@@ -134,10 +150,10 @@ class Runner:
                 rows.max_length,
             )
             sampled = self.sampler.sample(logits_SV[:num_samples], sample_rows)
-        written = self._write_back(rows, batch, sampled.tokens_S)
+        written = self._write_back(rows, forwarded, sampled.tokens_S)
         return start_copy(rows, written.lines_RW, written.drafts_RX, sampled.logprobs)
 
-    def draw_plain(self, rows: StepRows) -> Written:
+    def draw_plain(self, rows: StepRows, *, proposes: bool = True) -> Written:
         """After a replayed forward pass, draw by seed and temperature and write the tokens back.
 
         Captured as well, because its launches take the host as long as those of the forward pass.
@@ -146,18 +162,32 @@ class Runner:
         assert isinstance(forwarded, Forwarded) and forwarded.logits_SV is not None
         batch = forwarded.batch
         tokens_S = self.sampler.draw(forwarded.logits_SV, batch.slots_T, batch.positions_T + 1)
-        return self._write_back(rows, batch, tokens_S)
+        return self._write_back(replace(rows, proposes=proposes), forwarded, tokens_S)
 
-    def _write_back(self, rows: StepRows, batch: Batch, tokens_S: Tensor) -> Written:
+    def _write_back(self, rows: StepRows, forwarded: Forwarded, tokens_S: Tensor) -> Written:
         """Write the drawn tokens to the slots, and let the drafter propose the next ones."""
-        drafter = self.drafter
+        drafter, batch = self.drafter, forwarded.batch
         accept = drafter.accept if drafter is not None else None
         lines_RW = self.prep.write_back(rows, batch, tokens_S, accept)
         if drafter is None:
             return Written(lines_RW, None)
-        slots_R = rows.slots_R.where(lines_RW[:, 0] >= 0, self.slots.padding)
-        drafts_RX = drafter.propose(slots_R, self.slots.lengths_N, self.slots.tokens_NL)
-        return Written(lines_RW, drafts_RX)
+        slots, has_lanes = self.slots, self.sampler.shard.mesh.lanes > 1
+        most = max(
+            forwarded.lane_tokens, len(batch.token_ids_T)
+        )  # a graph's are those of all lanes
+        step = DraftStep(
+            slots_R=rows.slots_R.where(lines_RW[:, 0] >= 0, slots.padding),
+            rows_R=rows.slots_R,
+            lengths_N=slots.lengths_N,
+            tokens_NL=slots.tokens_NL,
+            pages_NM=slots.pages_NM,
+            batch=batch,
+            num_tokens=rows.num_tokens,
+            proposes=rows.proposes and (forwarded.logits_SV is not None or has_lanes),
+            lane_tokens=most if has_lanes else 0,
+            given_TX=forwarded.given_TX,
+        )
+        return Written(lines_RW, drafter.propose(step))
 
     def _run(self, rows: StepRows, lane_tokens: int = 0) -> tuple[Forwarded, str]:
         """Replay a graph if one fits, else run eagerly. Return the mode: FULL, PIECEWISE or NONE.
@@ -190,13 +220,29 @@ class Runner:
         """Run the model with the piecewise graphs of this size, or eagerly if it is 0."""
         batch = self.prep.gather(rows)
         ctx = ForwardContext(batch, self.backend.bind(batch), lane_tokens=lane_tokens)
-        hidden_SD = self.piecewise.replay(size, ctx) if size else self.hidden(ctx)
+        hidden_SD, *given = self.piecewise.replay(size, ctx) if size else self.hidden(ctx)
         samples = rows.is_decode or len(rows.host_slots)
-        return Forwarded(batch, hidden_SD, self.model.logits(hidden_SD) if samples else None)
+        return Forwarded(
+            batch=batch,
+            hidden_SD=hidden_SD,
+            logits_SV=self.model.logits(hidden_SD) if samples else None,
+            given_TX=given[0] if given else None,
+            lane_tokens=lane_tokens,
+        )
 
-    def hidden(self, ctx: ForwardContext) -> Tensor:
-        hidden_SD: Tensor = self.model(ctx.batch.token_ids_T, ctx)
-        return hidden_SD
+    def hidden(self, ctx: ForwardContext) -> tuple[Tensor, ...]:
+        """Return hidden_SD, and given_TX for a draft model that takes values of the target.
+
+        Tokens that are not sampled are computed after the last layer's attention only if the draft
+        model takes the final hidden states, or the stream after the last layer.
+        """
+        ids_T, drafts = ctx.batch.token_ids_T, self.draft_model
+        if drafts is None or not drafts.takes_hidden:
+            return (self.model(ids_T, ctx),)
+        taps, of_all = StreamTaps(drafts.taps), not drafts.taps
+        of_all = of_all or drafts.taps[-1] == len(self.model.layers)
+        x = self.model(ids_T, replace(ctx, all_hidden=of_all, taps=taps))
+        return ctx.batch.sampled(x) if of_all else x, drafts.given(x, taps.streams)
 
 
 def share_outputs(forwarded: Forwarded) -> Forwarded:
@@ -206,4 +252,5 @@ def share_outputs(forwarded: Forwarded) -> Forwarded:
         forwarded,
         hidden_SD=borrowed(forwarded.hidden_SD),
         logits_SV=borrowed(forwarded.logits_SV),
+        given_TX=None if forwarded.given_TX is None else borrowed(forwarded.given_TX),
     )

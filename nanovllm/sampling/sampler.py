@@ -97,6 +97,11 @@ class Sampler:
             thresholds_S,
         )
 
+    def argmax(self, logits_SV: Tensor, slots_S: Tensor, positions_S: Tensor) -> Tensor:
+        """Return the most likely token of each row, int64, whatever its temperature."""
+        zeros_N = torch.zeros_like(self.inverse_temperatures_N)
+        return self._draw(logits_SV, slots_S, positions_S, zeros_N, self.seeds_N, None)
+
     def warm_up(self, logits_SV: Tensor) -> None:
         """Compile the kernels of all kinds of steps for such logits, so that no request waits."""
         slots_S = torch.zeros(len(logits_SV), dtype=torch.int64, device=logits_SV.device)

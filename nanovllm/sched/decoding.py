@@ -21,6 +21,7 @@ import numpy.typing as npt
 from nanovllm.plan import Int32
 from nanovllm.sched.drafting import Drafting
 from nanovllm.sched.request import Request, State
+from nanovllm.speculate import Drafts
 
 STOPS = 4  # stop ids that are compared as columns; requests with more are checked every step
 
@@ -54,13 +55,13 @@ class Flight:
 class Decoding:
     """Columns by slot, the rows of requests that decode, and the steps in flight."""
 
-    def __init__(self, num_slots: int, page_tokens: int, num_drafts: int) -> None:
+    def __init__(self, num_slots: int, page_tokens: int, drafts: Drafts) -> None:
         self.page_tokens = page_tokens
         # Tokens that the issued plans compute, at most.
         self.planned = np.zeros(num_slots, np.int32)
         self.limit = np.zeros(num_slots, np.int32)
         self.room = np.zeros(num_slots, np.int32)  # tokens the held pages can take
-        self.drafting = Drafting(num_slots, num_drafts)
+        self.drafting = Drafting(num_slots, drafts)
         self.owner = np.full(num_slots, -1, np.int64)  # request ids
         # Tokens of each slot that follow its request's own list, up to the end of a page.
         self._tails_NT = np.zeros((num_slots, page_tokens), np.int32)

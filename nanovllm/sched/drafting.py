@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanovllm.plan import Int32
+from nanovllm.speculate import Drafts
 
 SlotIndices = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -25,14 +26,21 @@ FIRST_WEIGHT, MOST_WEIGHT = 1.5, 8.0  # weight of a row's history, in compared d
 KEPT_BY_ALL = 0.98  # decay of the average over all rows, per compared draft
 LOW, HIGH, MANY_ROWS = 0.1, 0.5, 256  # cost of a draft with 1 row, and with MANY_ROWS or more
 STEP_COST = 0.1  # fixed cost of any drafts in a step, as a fraction of the step's rows
+PASS_COST = 0.05  # cost of each pass of a draft model, as a fraction of the step's rows
 PROBE_EVERY, PROBE_DRAFTS = 16, 2  # steps between probes (more with many rows), drafts per probe
 
 
 class Drafting:
-    """Acceptance histories and latest drafts of the rows. `most`: the maximum drafts per row."""
+    """Acceptance histories and latest drafts of the rows.
 
-    def __init__(self, num_slots: int, most: int) -> None:
-        self.most = most
+    A draft model proposes drafts only after steps that ask for them. Prompt lookup always does, and
+    reports how many it has found.
+    """
+
+    def __init__(self, num_slots: int, drafts: Drafts) -> None:
+        most = self.most = drafts.most  # maximum drafts per row
+        self.adapt, self.has_model = drafts.adapt, drafts.has_model
+        self._proposed = True  # whether the latest planned step proposes drafts
         self.reach = np.zeros(num_slots, np.int32)  # tokens: the end of the drafts fed so far
         self._found = np.zeros(num_slots, np.int32)  # real drafts among the latest reported ones
         self._tokens_ND = np.zeros((num_slots, most), np.int32)  # the reported drafts, then fillers
@@ -56,19 +64,38 @@ class Drafting:
         It is 0 for a row whose latest report has no drafts. A report may be one step old. Fillers
         that are then fed in place of missing drafts are not counted in the statistics.
         """
-        found_R = np.minimum(self._found[slots_R], most_R)
+        if self.has_model:
+            found_R = np.minimum(self.most * self._proposed, most_R).astype(np.int32)
+        else:
+            found_R = np.minimum(self._found[slots_R], most_R)
         if not np.count_nonzero(found_R):
             return found_R
+        drafts_R = self._worthwhile(step, slots_R, found_R) if self.adapt else found_R
+        if int(drafts_R.sum()) > budget:  # the first rows have precedence
+            before_R = drafts_R.cumsum(dtype=np.int32) - drafts_R
+            drafts_R = np.clip(budget - before_R, 0, drafts_R)
+        return drafts_R
+
+    def plan_proposals(self, step: int, slots_R: SlotIndices) -> bool:
+        """Return whether a draft model proposes drafts at the end of a step with these rows.
+
+        It does if they would be fed in the next step.
+        """
+        if self.has_model and self.adapt and len(slots_R):
+            most_R = np.full(len(slots_R), self.most, np.int32)
+            self._proposed = bool(self._worthwhile(step + 1, slots_R, most_R).any())
+        return self._proposed
+
+    def _worthwhile(self, step: int, slots_R: SlotIndices, found_R: Int32) -> Int32:
+        """Return the number of drafts of each row that pay off, at most `found_R`."""
         rates_R = self._rates[slots_R]
         drafts_R = np.minimum(found_R, worthwhile(rates_R, len(slots_R)))
-        price = STEP_COST * len(slots_R) + cost(len(slots_R)) * int(drafts_R.sum())
+        fixed = STEP_COST + PASS_COST * self.most * self.has_model
+        price = fixed * len(slots_R) + cost(len(slots_R)) * int(drafts_R.sum())
         if gain(rates_R, drafts_R) < price:
             drafts_R[:] = 0
         if step % (PROBE_EVERY * (1 + 2 * len(slots_R) // MANY_ROWS)) == 0:
             np.maximum(drafts_R, np.minimum(found_R, PROBE_DRAFTS), out=drafts_R)
-        if int(drafts_R.sum()) > budget:  # the first rows have precedence
-            before_R = drafts_R.cumsum(dtype=np.int32) - drafts_R
-            drafts_R = np.clip(budget - before_R, 0, drafts_R)
         return drafts_R
 
     def fed(self, slot: int, count: int) -> list[int]:

@@ -143,7 +143,11 @@ class Lanes:
                 drafts = bytes(4 * plan.num_decodes)
             found.append(replace(plan, chunks=plan.chunks or no_chunks, drafts=drafts))
         most = max(plan.num_decoded + plan.num_prompt for plan in found)
-        return [replace(plan, lane_tokens=most) for plan in found]
+        proposes = any(plan.proposes for plan in planned)
+        late = self.lanes[0].tokens_ahead > 0 and any(plan.masked for plan in found)
+        return [
+            replace(plan, lane_tokens=most, proposes=proposes, draws_late=late) for plan in found
+        ]
 
     def masked_rows(self, plan: StepPlan | LanesPlan) -> list[tuple[int, list[int]]]:
         assert isinstance(plan, LanesPlan)

@@ -54,6 +54,7 @@ from nanovllm.sched.planner import Snapshot
 from nanovllm.sched.policy import MIN_SAVED_TOKENS, prompt_budget
 from nanovllm.sched.queue import OpenPlan, Queue
 from nanovllm.sched.request import Request, State
+from nanovllm.speculate import Drafts
 from nanovllm.wire import (
     STEP_TOKENS,
     FinishReason,
@@ -63,6 +64,8 @@ from nanovllm.wire import (
     TokenLogprobs,
 )
 
+NO_DRAFTS = Drafts()
+
 
 class Scheduler:
     """Planner of the steps of one device, or of several in lockstep. Implements planner.Planner.
@@ -71,7 +74,8 @@ class Scheduler:
     `mixed_step_tokens` limits the prompts of steps with decode rows, not the rows themselves; it
     may change between steps. `overtake_steps` is the number of steps in which later requests may
     be admitted before one that lacks pages. `min_saved_tokens`: a request waits a step for a prefix
-    that another one computes if that saves this many tokens and half of its own.
+    that another one computes if that saves this many tokens and half of its own. Rows get
+    pages for `drafts.tokens_ahead` more tokens, if pages are free.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class Scheduler:
         step_tokens: int,
         mixed_step_tokens: int = 1 << 30,
         max_model_tokens: int,
-        num_drafts: int = 0,
+        drafts: Drafts = NO_DRAFTS,
         ageing_s: float = 1.0,
         overtake_steps: int = 64,
         min_saved_tokens: int = MIN_SAVED_TOKENS,
@@ -90,8 +94,9 @@ class Scheduler:
         self.memory = memory
         self.step_tokens = step_tokens
         self.mixed_step_tokens = mixed_step_tokens
+        self.tokens_ahead = drafts.tokens_ahead
         num_slots = min(num_slots, step_tokens)
-        self._decoding = Decoding(num_slots, memory.page_tokens, num_drafts)
+        self._decoding = Decoding(num_slots, memory.page_tokens, drafts)
         self._drafting = self._decoding.drafting
         self.queue = Queue(
             memory,
@@ -209,6 +214,7 @@ class Scheduler:
             clean=self.memory.taken_dirty(),
             copies=plan.copies,
             drafts=b"" if drafts_R is None else drafts_R.tobytes(),
+            proposes=self._drafting.plan_proposals(self._step, rows.slots),
         )
 
     def masked_rows(self, plan: StepPlan | LanesPlan) -> list[tuple[int, list[int]]]:
@@ -247,8 +253,11 @@ class Scheduler:
         most_R = decoding.limit[slots_R] - 1 - ends_R
         budget = (self.step_tokens - plan.num_tokens) // 2
         drafts_R = self._drafting.choose(self._step + 1, slots_R, most_R, budget)
-        for request in decoding.short_of_room(rows, ends_R + drafts_R):
-            self._grant(request, int(decoding.room[request.slot]) + 1, plan)
+        reach_R = np.minimum(ends_R + drafts_R + self.tokens_ahead, decoding.limit[slots_R])
+        while short := decoding.short_of_room(rows, reach_R):
+            granted = [self._grant(r, int(decoding.room[r.slot]) + 1, plan) for r in short]
+            if not any(granted):
+                break
         drafts_R = np.minimum(drafts_R, decoding.room[slots_R] - ends_R)
         return drafts_R if np.count_nonzero(drafts_R) else None
 

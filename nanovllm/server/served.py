@@ -51,7 +51,7 @@ class Served:
             raise_priority=server.raise_priority,
             max_queue=config.recipe.schedule.max_queue,
         )
-        self.writes_by_chance = speculate is not None and speculate.method == "synthetic"
+        self.writes_by_chance = speculate is not None and speculate.writes_by_chance
         self.family: Family = resolve(PARSERS, parser_of(config))
         self.template = Template(
             Path(config.tokenizer_dir), self.family.last_turn, self.family.tool_template

@@ -70,7 +70,7 @@ def structural_tag(request: ChatRequest, served: Served, turn: str) -> str:
         text = "needs a token that ends the output, and the model has none: give stop_token_ids"
         raise misplaced(str(request.constrained_by), text)
     if served.writes_by_chance:
-        text = "cannot be had from a server with speculate.method: synthetic, whose text is none"
+        text = "cannot be had from a server with speculate.accept, whose text is none"
         raise misplaced(str(request.constrained_by), text)
     try:
         with refusals():

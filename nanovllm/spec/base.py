@@ -6,16 +6,42 @@ drafts of a row; X = 1 + D columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from msgspec.structs import asdict
 from torch import Tensor
 
+from nanovllm.attention.base import Batch
 from nanovllm.config import Recipe
 from nanovllm.registry import resolve
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.spec import DRAFTERS
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStep:
+    """Slots after a step's tokens were written to them, and the step's forward pass.
+
+    `slots_R` has the step's rows, without the rows that pad a graph. The batch may have more rows
+    and tokens.
+    """
+
+    slots_R: Tensor  # int64; the padding slot for rows that drew no token in this step
+    rows_R: Tensor  # int64: the slots of all rows
+    lengths_N: Tensor
+    tokens_NL: Tensor
+    pages_NM: Tensor
+    batch: Batch
+    num_tokens: int  # of the rows
+    # Whether a draft model proposes drafts: some row draws tokens, and the plan wants drafts. It is
+    # the same in all lanes.
+    proposes: bool
+    # With several lanes: the number of tokens that each of them exchanges in a pass. Else 0.
+    lane_tokens: int
+    given_TX: Tensor | None  # of the step's tokens: see model_base.DraftModel.given
 
 
 class Drafter(Protocol):
@@ -30,16 +56,26 @@ class Drafter(Protocol):
     # seeds_N): it is accepted at a given rate, by a coin that depends on seed and position.
     accept: tuple[Tensor, Tensor] | None
 
-    def propose(self, slots_R: Tensor, lengths_N: Tensor, tokens_NL: Tensor) -> Tensor:
+    def propose(self, step: DraftStep) -> Tensor:
         """Return int32 [R, 1 + D]: the number of real drafts of a row, then D tokens. The tokens
         after the real drafts are fillers.
 
         The tokens are also written after each slot's latest token, tokens_NL[slot,
-        lengths_N[slot]]; the slot must have room. A row with prompt tokens left to compute must be
-        left out, or passed as the padding slot, which stays all zeros. All work is on the device
-        and all shapes depend on R only, so that a CUDA graph can capture it.
+        lengths_N[slot]]; the slot must have room. The padding slot stays all zeros. All work is on
+        the device. Shapes depend only on numbers of rows and tokens, for CUDA graphs.
         """
         ...
+
+
+def coins(accept: Sequence[float], seeds_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Drafter.accept. `accept` is the fraction of steps in which each draft is accepted.
+
+    A draft can be accepted only if the one before it is, so its coin has the ratio of the two
+    rates.
+    """
+    before = [1.0, *accept[:-1]]
+    rates = [rate / first if first else 0.0 for first, rate in zip(before, accept, strict=True)]
+    return torch.tensor(rates, dtype=torch.float32, device=seeds_N.device), seeds_N
 
 
 def drafter_of(recipe: Recipe, sampler: Sampler) -> Drafter | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from nanovllm.registry import resolve
+from nanovllm.spec.base import DraftStep
 
 NGRAM = {
     "torch": "nanovllm_kernels.sampling.ngram_reference:ngram",
@@ -21,8 +22,15 @@ class Ngram:
         self, *, tokens: int, min_match: int, max_match: int, kernel: str, **_: object
     ) -> None:
         self.num_drafts = tokens
-        self.matches = min_match, max_match
+        self.min_match, self.max_match = min_match, max_match
         self._ngram: Callable[..., Tensor] = resolve(NGRAM, kernel)
 
-    def propose(self, slots_R: Tensor, lengths_N: Tensor, tokens_NL: Tensor) -> Tensor:
-        return self._ngram(slots_R, lengths_N, tokens_NL, self.num_drafts, *self.matches)
+    def propose(self, step: DraftStep) -> Tensor:
+        return self._ngram(
+            step.slots_R,
+            step.lengths_N,
+            step.tokens_NL,
+            num_drafts=self.num_drafts,
+            min_match=self.min_match,
+            max_match=self.max_match,
+        )

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nanovllm.spec.base import DraftStep, coins
+
 PERIOD = 4096  # positions after which the drafts repeat
 
 
@@ -26,25 +28,18 @@ class Synthetic:
         device: torch.device,
         **_: object,
     ) -> None:
-        """`accept` is the fraction of steps in which each of the `tokens` drafts is accepted.
-
-        A draft can be accepted only if the one before it is, so its coin has the ratio of the two
-        rates. `vocab_size` is at least 2.
-        """
+        """`vocab_size` is at least 2. `accept` is explained in `coins`."""
         self.num_drafts = tokens
-        before = [1.0, *accept[:-1]]
-        rates = [rate / first if first else 0.0 for first, rate in zip(before, accept, strict=True)]
-        rates_D = torch.tensor(rates, dtype=torch.float32, device=device)
-        self.accept: tuple[Tensor, Tensor] | None = (rates_D, seeds_N)
+        self.accept: tuple[Tensor, Tensor] | None = coins(accept, seeds_N)
         self._steps_D = torch.arange(1, tokens + 1, device=device)
         positions_PD = torch.arange(PERIOD, device=device)[:, None] + self._steps_D
         lines_PD = positions_PD % PERIOD * 7919 % (vocab_size - 1) + 1
         # Indexed by the position of the latest token.
         self._lines_PX = functional.pad(lines_PD, (1, 0), value=tokens).to(torch.int32)
 
-    def propose(self, slots_R: Tensor, lengths_N: Tensor, tokens_NL: Tensor) -> Tensor:
-        newest_R = lengths_N[slots_R]
+    def propose(self, step: DraftStep) -> Tensor:
+        slots_R, newest_R = step.slots_R, step.lengths_N[step.slots_R]
         drafts_RX = self._lines_PX[newest_R % PERIOD]
-        tokens_NL[slots_R[:, None], newest_R[:, None] + self._steps_D] = drafts_RX[:, 1:]
-        tokens_NL[-1].zero_()
+        step.tokens_NL[slots_R[:, None], newest_R[:, None] + self._steps_D] = drafts_RX[:, 1:]
+        step.tokens_NL[-1].zero_()
         return drafts_RX

@@ -158,7 +158,8 @@ def test_on_a_cpu_the_engine_takes_as_many_pages() -> None:
 
 def test_weights_counted_from_shapes_are_those_loaded() -> None:
     config = load_config(None, flags={"device": "cpu"})
-    model = load(config, resolved(config))
+    model, draft_model = load(config, resolved(config))
+    assert draft_model is None
     held = {t.data_ptr(): t.untyped_storage().nbytes() for t in model.state_dict().values()}
     held[model.cos_sin_LA.data_ptr()] = model.cos_sin_LA.nbytes
     assert plan_of(config, CPU, 1).taken[WEIGHTS] == sum(held.values())

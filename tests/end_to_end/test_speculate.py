@@ -1,4 +1,4 @@
-"""Drafts of prompt lookup are counted and change no answer, with grammars or without."""
+"""Drafts are counted and change no answer, with grammars or without."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ WEATHER = "What is the weather in Oslo and in Lima?"
 DRAFTS = "vllm:spec_decode_num_{}_total"
 
 
-@pytest.fixture(scope="module")
-def drafting() -> Iterator[Server]:
-    settings = ("schedule.slots=32", "cache.cpu_gib=0.5", "speculate={method: ngram, tokens: 4}")
+@pytest.fixture(scope="module", params=["ngram", "draft_model"])
+def drafting(request: pytest.FixtureRequest) -> Iterator[Server]:
+    speculate = f"speculate={{method: {request.param}, tokens: 4}}"
+    settings = ("schedule.slots=32", "cache.cpu_gib=0.5", speculate)
     server = demo_server.start(*(word for text in settings for word in ("--set", text)))
     yield server
     assert server.stop() == 0

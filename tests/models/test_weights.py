@@ -169,7 +169,7 @@ def test_layers_that_do_not_run_are_left_out(
     edit(tmp_path, lambda checkpoint: checkpoint.update(extra))
     caplog.set_level("INFO", "engine")
     model = load(tmp_path)
-    said = "ignored 3 tensors of layers that are not run (later ones, or MTP)"
+    said = "left out 3 tensors of layers after the model's last (later ones, or MTP)"
     assert caplog.messages.count(said) == 1
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, plain.get_parameter(name)), name
@@ -299,7 +299,7 @@ def test_the_first_layers_of_a_checkpoint(tmp_path: Path, caplog: pytest.LogCapt
     model = family(model_config, Mesh(), select_ops(Kernels(), CPU), MAX_TOKENS)
     caplog.set_level("INFO", "engine")
     fill(model, config)
-    assert any(line.startswith("ignored 11 tensors of layers") for line in caplog.messages)
+    assert any(line.startswith("left out 11 tensors of layers") for line in caplog.messages)
     found = dict(model.named_parameters())
     assert found.keys() == {
         name for name, _ in everything.named_parameters() if not name.startswith("layers.1.")

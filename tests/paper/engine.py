@@ -14,6 +14,7 @@ from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import StepPlan
 from nanovllm.sched.planner import Planner
 from nanovllm.sched.scheduler import Scheduler
+from nanovllm.speculate import Drafts
 from nanovllm.wire import Abort, FinishReason, Generate, RefusalKind, Sampling, StepOutput
 from tests.kv.states import check_memory
 from tests.paper.gpu import PaperGPU, PaperHandle, PaperMasker, ids
@@ -68,6 +69,7 @@ class PaperEngine:
         unlucky: int = 0,
         glitches: frozenset[int] = frozenset(),
         wrong_every: int = 3,
+        draft_lag: int | None = None,
     ) -> None:
         self.budget, self.mixed = budget, mixed
         self.memory = KVMemory(num_pages, page, prefix=prefix)
@@ -79,13 +81,21 @@ class PaperEngine:
             step_tokens=budget,
             mixed_step_tokens=mixed,
             max_model_tokens=4096,
-            num_drafts=drafts,
+            drafts=Drafts(most=drafts, has_model=draft_lag is not None),
             ageing_s=ageing,
             overtake_steps=overtake,
             min_saved_tokens=min_saved_tokens,
         )
         self.gpu = PaperGPU(
-            num_slots, num_pages, page, checkpoints, unlucky, glitches, drafts, wrong_every
+            num_slots,
+            num_pages,
+            page,
+            checkpoints,
+            unlucky=unlucky,
+            glitches=glitches,
+            most_drafts=drafts,
+            wrong_every=wrong_every,
+            draft_lag=draft_lag,
         )
         self.plans: list[StepPlan] = []
         self.steps_by_mode: Counter[str] = Counter()

@@ -30,17 +30,7 @@ import numpy as np
 
 from nanovllm.plan import CORRUPTED, Admit, Masks, RowLogprobs, StepPlan, StepResult
 from nanovllm.wire import Generate, StepOutput
-
-VOCAB = 50
-POISON = VOCAB  # token of a prompt with NaN keys and values
-NAN = -7  # value of a cell or a state
-BLANK = -1
-
-
-def advance(state: int, token: int) -> int:
-    if state == NAN or token == POISON:
-        return NAN
-    return (state * 1_000_003 + token + 1) % (1 << 61)
+from tests.paper.draft_layers import BLANK, NAN, POISON, VOCAB, DraftLayers, advance
 
 
 def next_token(cells: list[int], state: int, unlucky: int = 0) -> int:
@@ -106,6 +96,7 @@ class Slot:
     pages: list[int]
     tokens: list[int]  # known tokens, then drafts
     inputs: list[int] = field(default_factory=list)  # of the recurrence, after num_seen
+    num_cached: int = 0  # at admission
     found: int = 0  # number of drafts that the drafter found; the rest are fillers
     masked: bool = False
 
@@ -187,6 +178,7 @@ class PaperGPU:
         glitches: frozenset[int] = frozenset(),
         most_drafts: int = 0,
         wrong_every: int = 3,
+        draft_lag: int | None = None,
     ) -> None:
         self.most_drafts = most_drafts
         self.wrong_every = wrong_every
@@ -195,6 +187,10 @@ class PaperGPU:
         self.glitches = glitches
         self.struck: list[list[int]] = []  # tokens at admission of each slot with a glitch
         self.memory = [[BLANK] * page_tokens for _ in range(num_pages + 1)]
+        self.layers = None
+        if draft_lag is not None:
+            blank = [[BLANK] * page_tokens for _ in range(num_pages + 1)]
+            self.layers = DraftLayers(draft_lag, page_tokens, blank)
         self.slots: list[Slot | None] = [None] * num_slots
         self.recurrent = num_checkpoints is not None
         self.checkpoints = [-1] * (num_checkpoints or 0)
@@ -236,9 +232,11 @@ class PaperGPU:
         assert num_decoded == plan.num_decoded
         self.fed.append((num_decoded, sum(row[1] for row in rows) - num_decoded))
         assert self.unsampled is None, "launched behind a step that was not sampled"
-        to_sample = []
+        to_sample, firsts = [], []
         for slot_id, num_tokens, num_draws, save_to, save_at in reversed(rows):
             slot = self._slot(slot_id)
+            old = [*slot.tokens[slot.length :], 0][: 1 + num_tokens]
+            firsts.append((slot, slot.length, old))
             self._replay(slot)
             states = [self._feed(slot, slot_id in may_draft) for _ in range(num_tokens)]
             if self.steps in self.glitches and slot_id == rows[-1][0]:
@@ -250,7 +248,7 @@ class PaperGPU:
             if num_draws:
                 lengths = range(slot.length + 1 - num_draws, slot.length + 1)
                 to_sample.append(Row(slot, list(lengths), states[-num_draws:]))
-        handle = PaperHandle(plan.step, partial(self._finish, plan, to_sample[::-1]))
+        handle = PaperHandle(plan.step, partial(self._finish, plan, to_sample[::-1], firsts))
         self.unsampled = handle
         if not plan.masked:
             handle.sample(None)
@@ -267,6 +265,11 @@ class PaperGPU:
         assert not sources.intersection(plan.clean), "copied from a page that was just cleaned"
         for src, dst in plan.copies:
             self.memory[dst] = self.memory[src].copy()
+        if self.layers is not None:  # the same pages of other layers
+            for page in plan.clean:
+                self.layers.memory[page] = [BLANK] * self.page_tokens
+            for src, dst in plan.copies:
+                self.layers.memory[dst] = self.layers.memory[src].copy()
 
     def _strike(self, slot: Slot) -> int:
         at = slot.length - 1
@@ -278,15 +281,23 @@ class PaperGPU:
             slot.state = NAN
         return NAN if self.recurrent else 0
 
-    def _finish(self, plan: StepPlan, rows: list[Row], masks: Masks | None) -> StepResult:
+    def _finish(
+        self,
+        plan: StepPlan,
+        rows: list[Row],
+        firsts: list[tuple[Slot, int, list[int]]],
+        masks: Masks | None,
+    ) -> StepResult:
         allowed = self._allowed(plan, rows, masks)
         most = max((len(row.lengths) for row in rows), default=1)
-        sampled, found, logprobs = [], [], []
+        sampled, logprobs = [], []
         for i, row in reversed(list(enumerate(rows))):
             line = self._sample(row, allowed.get(i, []))
             logprobs += self._logprobs(i, row, line)[::-1]
-            found.append(self._draft(row.slot))
             sampled.append(line + [-1] * (most - len(line)))
+        for slot, start, fed in firsts if self.layers is not None else []:
+            self.layers.first(slot, start, fed, partial(self._cell, slot))
+        found = [self._draft(row.slot, proposes=plan.proposes) for row in reversed(rows)]
         self.unsampled = None
         lines = np.array(sampled[::-1], np.int32).reshape(-1, most)
         drafts = np.array(found[::-1], np.int32).reshape(-1, 1 + self.most_drafts)
@@ -330,27 +341,41 @@ class PaperGPU:
             for n, token in enumerate(line)
         ]
 
-    def _draft(self, slot: Slot) -> list[int]:
+    def _draft(self, slot: Slot, *, proposes: bool) -> list[int]:
         """Return the number of drafts found for a sampled row, then all drafts with fillers."""
         if not (most := self.most_drafts):
             return [0]
-        num_said = len(slot.tokens) - slot.num_prompt
-        drafts = solo_run(
-            slot.tokens,
-            most,
-            [],
-            recurrent=self.recurrent,
-            grammar=slot.masked,
-            unlucky=self.unlucky,
-            num_said=num_said,
-        )
+        if self.layers is not None and not proposes:
+            slot.found = 0
+            slot.tokens += [0] * most
+            return [0] * (1 + most)
+        if self.layers is not None:
+            drafts = self.layers.propose(
+                slot, most, lambda text: max(self._after(slot, text, 1)[0], 0)
+            )
+        else:
+            drafts = self._after(slot, slot.tokens, most)
         drafts = [max(token, 0) for token in drafts] + [0] * (most - len(drafts))
         for i, token in enumerate(drafts):
             if (slot.length + i + token) % self.wrong_every == 0:
                 drafts[i] = (token + 1) % VOCAB
-        slot.found = min((slot.length + slot.tokens[-1]) % (most + 2), most)
+        slot.found = most
+        if self.layers is None:
+            slot.found = min((slot.length + slot.tokens[-1]) % (most + 2), most)
         slot.tokens += drafts
         return [slot.found, *drafts]
+
+    def _after(self, slot: Slot, text: list[int], count: int) -> list[int]:
+        """Return the correct tokens after a text that the slot's text begins with."""
+        return solo_run(
+            text,
+            count,
+            [],
+            recurrent=self.recurrent,
+            grammar=slot.masked,
+            unlucky=self.unlucky,
+            num_said=len(text) - slot.num_prompt,
+        )
 
     def _next(self, slot: Slot, length: int, state: int) -> int:
         pages = slot.pages[: -(-length // self.page_tokens)]
@@ -375,6 +400,7 @@ class PaperGPU:
             admit.num_cached,
             list(admit.pages),
             known.copy(),
+            num_cached=admit.num_cached,
         )
 
     def _slot(self, index: int) -> Slot:

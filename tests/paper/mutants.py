@@ -22,7 +22,8 @@ HYBRID, STATES = "nanovllm/kv/hybrid.py", "nanovllm/kv/checkpoints.py"
 QUEUE, DECODING = "nanovllm/sched/queue.py", "nanovllm/sched/decoding.py"
 DRAFTING = "nanovllm/sched/drafting.py"
 POLICY = "nanovllm/sched/policy.py"
-PAPER = "tests/paper/gpu.py"
+PAPER, LAYERS = "tests/paper/gpu.py", "tests/paper/draft_layers.py"
+BATCH, DRAFTER = "nanovllm/runner/batch.py", "nanovllm/spec/model_drafter.py"
 
 MUTANTS = [
     Mutant("page hash ignores its parent", KEYS, "sha256(parent + tok", "sha256(tok", "test_the_fork_that_all_share_outlives_many_ends"),
@@ -129,7 +130,7 @@ MUTANTS = [
     Mutant("commit covers a token no step has computed", QUEUE, "len(request.tokens) - 1)\n        return self.end", "len(request.tokens))\n        return self.end", "test_a_token_no_step_has_computed_is_in_no_shared_page"),
     Mutant("refused drafts still count as computed", SCHEDULER, "            self._decoding.planned[slots_R] -= drafts_R - right_R\n", "", "test_a_preempted_request_whose_token_in_flight_is_wrong_is_over"),
     Mutant("no room for drafts", SCHEDULER, "        drafts_R = np.minimum(drafts_R, decoding.room[slots_R] - ends_R)\n", "", "test_a_preempted_request_whose_token_in_flight_is_wrong_is_over"),
-    Mutant("drafts never get a page", SCHEDULER, "            self._grant(request, int(decoding.room[request.slot]) + 1, plan)\n", "            pass\n", "test_with_drafts_a_line_is_wrong_if_its_first_token_is"),
+    Mutant("drafts never get a page", SCHEDULER, "            granted = [self._grant(r, int(decoding.room[r.slot]) + 1, plan) for r in short]\n", "            granted = [False]\n", "test_with_drafts_a_line_is_wrong_if_its_first_token_is"),
     Mutant("drafts overdraw the token budget", SCHEDULER, "budget = (self.step_tokens - plan.num_tokens) // 2", "budget = 1 << 20", "test_drafts_never_change_the_text"),
     Mutant("drafts leave prompts nothing", SCHEDULER, "budget = (self.step_tokens - plan.num_tokens) // 2", "budget = self.step_tokens - plan.num_tokens", "test_drafts_leave_prompts_half_of_the_tokens"),
     Mutant("drafts are planned past the limit", SCHEDULER, "most_R = decoding.limit[slots_R] - 1 - ends_R", "most_R = decoding.limit[slots_R] - ends_R", "test_a_preempted_request_whose_token_in_flight_is_wrong_is_over"),
@@ -187,6 +188,23 @@ MUTANTS = [
     Mutant("device: states are not restored", PAPER, "state = self.checkpoints[admit.restore_from] if restored else 0", "state = 0", "test_no_page_of_a_corrupted_request_is_found_again"),
     Mutant("device: chunks save before they run", PAPER, "            self._replay(slot)\n            states", "            self._replay(slot)\n            self.checkpoints[save_to] = slot.state if save_to >= 0 else self.checkpoints[-1] if self.checkpoints else 0\n            save_to = -1\n            states", "test_poison_in_a_prompt_is_an_error_of_that_request_alone"),
     Mutant("device: accepted drafts are not replayed", PAPER, "slot.inputs[: slot.length - slot.num_seen]", "slot.inputs[:1]", "test_with_drafts_a_line_is_wrong_if_its_first_token_is"),
+    Mutant("device: a head reads hidden states one position off", LAYERS, "cell_of(start + i) if", "cell_of(max(start + i - 1, 0)) if", "test_all_drafts_of_a_perfect_model_are_accepted"),
+    Mutant("device: a later pass has a stale state", LAYERS, "self.feed(row, count - 1, text[-1], state)", "self.feed(row, count - 1, text[-1], 0)", "test_all_drafts_of_a_perfect_model_are_accepted"),
+    Mutant("device: keys of rejected drafts are read again", LAYERS, "enumerate(tokens[self.lag :])", "enumerate(tokens[self.lag : self.lag + 1])", "test_keys_of_rejected_drafts_are_replaced"),
+    Mutant("device: drafts are one position late", LAYERS, "count = row.length + nth + 1 - self.lag", "count = row.length + nth + 2 - self.lag", "test_all_drafts_of_a_perfect_model_are_accepted"),
+    Mutant("device: chunks do not reach the draft model", PAPER, "            firsts.append((slot, slot.length, old))\n", "            if num_draws:\n                firsts.append((slot, slot.length, old))\n", "test_all_drafts_of_a_perfect_model_are_accepted"),
+    Mutant("device: draft layers are not copied", PAPER, "                self.layers.memory[dst] = self.layers.memory[src].copy()\n", "                pass\n", "test_a_prefix_brings_the_keys_of_the_draft_model"),
+    Mutant("device: draft layers are not cleaned", PAPER, "                self.layers.memory[page] = [BLANK] * self.page_tokens\n", "                pass\n", "test_nan_of_a_draft_model_goes_with_its_page"),
+    Mutant("drafting has no pages", SCHEDULER, "ends_R + drafts_R + self.tokens_ahead", "ends_R + drafts_R", "test_pages_are_granted_before_drafting_needs_them"),
+    Mutant("drafting has pages beyond the limit", SCHEDULER, "reach_R = np.minimum(ends_R + drafts_R + self.tokens_ahead, decoding.limit[slots_R])", "reach_R = ends_R + drafts_R + self.tokens_ahead", "test_pages_are_granted_before_drafting_needs_them"),
+    Mutant("drafting gets one page a step", SCHEDULER, "            if not any(granted):\n", "            if granted:\n", "test_pages_are_granted_before_drafting_needs_them"),
+    Mutant("a model proposes whatever its drafts are worth", DRAFTING, "bool(self._worthwhile(step + 1, slots_R, most_R).any())", "True", "test_a_model_whose_drafts_fail_proposes_in_few_steps"),
+    Mutant("drafts are fed that no step proposed", DRAFTING, "self.most * self._proposed", "self.most", "test_a_model_whose_drafts_fail_proposes_in_few_steps"),
+    Mutant("drafts have the noise of the token before", DRAFTER, "logits_RV, slots_R, newest_R + nth)", "logits_RV, slots_R, newest_R + nth - 1)", "test_all_drafts_of_the_target_itself_are_accepted"),
+    Mutant("later passes are one position late", DRAFTER, "drafts[-1], newest_R + nth - 1)", "drafts[-1], newest_R + nth)", "test_all_drafts_of_the_target_itself_are_accepted"),
+    Mutant("drafts follow the last draft, accepted or not", DRAFTER, "step.lengths_N[rows_R] - lag - before_R", "fed_R + more - 1", "test_each_step_accepts_the_drafts_that_transformers_would_propose"),
+    Mutant("the first pass leaves out the drawn token", DRAFTER, "more, device = len(rows_R), 1 - lag,", "more, device = len(rows_R), 0,", "test_keys_and_drafts_are_those_of_the_whole_text_at_once"),
+    Mutant("the page table keeps pages of an earlier request", BATCH, "            self.pages_NM.index_fill_(0, slots_N.long(), 0)\n", "            pass\n", "test_pages_that_a_slot_does_not_have_are_the_padding_page"),
     Mutant("device: copies nothing", PAPER, "            self.memory[dst] = self.memory[src].copy()\n", "            pass\n", "test_no_page_of_a_corrupted_request_is_found_again"),
     Mutant("device: cleans nothing", PAPER, "        for page in plan.clean:\n            self.memory[page] = [BLANK] * self.page_tokens\n", "", "test_pages_of_a_corrupted_request_are_cleaned_once_for_their_next_owner"),
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import pytest
 from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import StepPlan, StepResult
 from nanovllm.sched.scheduler import Scheduler
+from nanovllm.speculate import Drafts
 from nanovllm.wire import Abort, FinishReason
 from tests.paper.engine import PAGE, PaperEngine, generate
 from tests.paper.gpu import POISON, ids, solo_run
@@ -265,7 +266,9 @@ def test_nan_in_logits_alone_costs_a_request_its_pages_all_the_same() -> None:
 def test_whatever_a_draft_may_have_written_is_cleaned_behind_a_finished_text() -> None:
     """This includes drafts of earlier steps that wrote farther than later ones."""
     memory = KVMemory(4, PAGE)
-    scheduler = Scheduler(memory, num_slots=1, step_tokens=64, max_model_tokens=64, num_drafts=3)
+    scheduler = Scheduler(
+        memory, num_slots=1, step_tokens=64, max_model_tokens=64, drafts=Drafts(most=3)
+    )
 
     def step(line: list[int], found: int) -> StepPlan:
         plan = scheduler.plan()

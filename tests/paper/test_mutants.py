@@ -9,7 +9,7 @@ import pytest
 from tests.paper.faulty import ROOT, run
 from tests.paper.mutants import MUTANTS, Mutant
 
-SUITES = [*ROOT.glob("tests/kv/test_*.py"), *ROOT.glob("tests/paper/test_*.py")]
+SUITES = [path for room in ("kv", "paper", "spec") for path in ROOT.glob(f"tests/{room}/test_*.py")]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name.replace(" ", "-"))

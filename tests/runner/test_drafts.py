@@ -10,6 +10,7 @@ from torch import Tensor
 from nanovllm.runner.batch import BatchPrep, Slots
 from nanovllm.runner.runner import Runner
 from nanovllm.sampling.sampler import Sampler
+from nanovllm.spec.base import DraftStep
 from nanovllm.wire import Sampling
 from tests.runner.plans import Plans, admit
 from tests.runner.tape import capture_on_tapes
@@ -40,17 +41,17 @@ class Oracle:
         self.wrong = wrong
         self.texts: dict[int, list[int]] = {}
 
-    def propose(self, slots_R: Tensor, lengths_N: Tensor, tokens_NL: Tensor) -> Tensor:
+    def propose(self, step: DraftStep) -> Tensor:
         drafts = []
-        for slot in slots_R.tolist():
-            at = int(lengths_N[slot]) + 1
+        for slot in step.slots_R.tolist():
+            at = int(step.lengths_N[slot]) + 1
             text = self.texts.get(slot, [])
             guess = [
                 (text[i] if i < len(text) else 0) + (i % self.wrong == 0)
                 for i in range(at, at + DRAFTS)
             ]
             if slot in self.texts:
-                tokens_NL[slot, at : at + DRAFTS] = torch.tensor(guess, dtype=torch.int32)
+                step.tokens_NL[slot, at : at + DRAFTS] = torch.tensor(guess, dtype=torch.int32)
             drafts.append([DRAFTS, *guess])
         return torch.tensor(drafts, dtype=torch.int32)
 

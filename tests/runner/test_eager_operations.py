@@ -55,13 +55,14 @@ class Toy:
     def __init__(self) -> None:
         self.operations = Sums(), Firsts(), Sums()
 
-    def run(self, ctx: ForwardContext) -> Tensor:
+    def run(self, ctx: ForwardContext) -> tuple[Tensor, ...]:
+        """Return results of sampled tokens, and others of all tokens."""
         first, second, third = self.operations
         x_TD = ctx.batch.token_ids_T[:, None] * torch.arange(1.0, 4)
         x_TD = ctx.eager(first, ctx, x_TD, x_TD + 1).sum(1) / 2
         x_TD = x_TD * (2 + ctx.eager(second, ctx, x_TD)[:, None])
         x_TD = ctx.eager(third, ctx, x_TD, x_TD * x_TD).flatten(1)
-        return ctx.batch.sampled(x_TD) + 1
+        return ctx.batch.sampled(x_TD) + 1, x_TD - 2
 
 
 def captured(toy: Toy) -> PiecewiseGraphs:
@@ -91,7 +92,7 @@ def test_replays_are_the_eager_step_whatever_its_rows() -> None:
         size = graphs.fit(sum(counts))
         assert size == (3 if sum(counts) <= 3 else 8)
         found, expected = graphs.replay(size, ctx), toy.run(ctx)
-        assert len(found) == len(counts)
+        assert [len(tensor) for tensor in found] == [len(counts), sum(counts)]
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert toy.operations[0].calls == 2 * len(STEPS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from nanovllm.layers.fp8 import BlockFp8
 from nanovllm.runner import precompile
 from nanovllm.runner.precompile import compile_in_background, jobs_of
 from nanovllm.runner.resolved import Resolved, resolved
+from tests.spec.test_heads_planned import HEAD
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by flash-attn-4
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -49,9 +51,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def on_a_gpu(name: str, **kernels: str) -> Resolved:
+def on_a_gpu(name: str, *more: str, **kernels: str) -> Resolved:
     """Return the recipe as resolved on a Hopper GPU."""
-    changes = ["cache.page_tokens=128", "load.format=dummy"]
+    changes = ["cache.page_tokens=128", "load.format=dummy", *more]
     found = resolved(load_config(str(RECIPES / f"{name}.yaml"), changes))
     chosen = replace(found.recipe.kernels, **kernels)
     recipe = replace(found.recipe, dtype="bfloat16", kernels=chosen)
@@ -102,6 +104,25 @@ def test_the_kernels_of_a_recipe(
     ]
     assert jobs_for(on_a_gpu(name, **IN_CUTE)) == expected
     assert len({job.path for job in expected}) == len(expected)
+
+
+def test_kernels_of_a_draft_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its attention has 2 query heads a key head, and its products have their own shapes."""
+    monkeypatch.setattr("nanovllm.layers.kernels.obstacle", lambda device: None)
+    path = folder / "head.json"
+    path.write_text(json.dumps({**HEAD, "num_key_value_heads": 16}))
+    speculate = ["speculate.method=eagle3", f"speculate.model={path}"]
+    found = on_a_gpu("qwen3-8b", *speculate, **IN_CUTE)
+    model = found.empty_model(torch.device("meta"))
+    head = found.empty_draft_model(model, torch.device("meta"))
+    assert head is not None
+    own, both = jobs_of(found, model), jobs_of(found, model, head)
+    attention = [compile_causal.job(2, 128, 128, "bfloat16")]
+    attention += [compile_decode.job(2, 128, 128, width, False) for width in (0, 4)]
+    assert compile_decode.job(4, 128, 128, 4, False) in own
+    assert {*attention} <= {*both} and not {*attention} & {*own}
+    assert {*both} == {*own, *attention, *precompile.products_of(head)}
+    assert len(both) == len({*both}) > len(own) + len(attention)
 
 
 @pytest.mark.parametrize("drafts", [0, 2])

@@ -13,6 +13,7 @@ from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import StepPlan, StepResult
 from nanovllm.sched.drafting import PROBE_EVERY, Drafting, cost, worthwhile
 from nanovllm.sched.scheduler import Scheduler
+from nanovllm.speculate import Drafts
 from nanovllm.wire import Generate, Sampling
 
 D = 3
@@ -75,7 +76,7 @@ def simulate(
         num_slots=num_rows,
         step_tokens=8192,
         max_model_tokens=1 << 16,
-        num_drafts=num_drafts,
+        drafts=Drafts(most=num_drafts),
     )
     device = Device(accept, dear, least or dear, found if num_drafts else None)
     for i in range(num_requests):
@@ -141,7 +142,7 @@ def test_where_nothing_is_found_nothing_is_fed() -> None:
 
 
 def test_a_row_falls_within_a_few_steps_and_rises_with_a_probe() -> None:
-    drafting = Drafting(num_slots=4, most=D)
+    drafting = Drafting(4, Drafts(most=D))
     slot, most = np.array([2]), np.array([9], np.int32)
     drafting.begin(2)
     drafting.report(slot, np.array([[D, 5, 5, 5]], np.int32))
@@ -159,7 +160,7 @@ def test_a_row_falls_within_a_few_steps_and_rises_with_a_probe() -> None:
 
 
 def test_drafts_in_excess_of_the_tokens_left_are_the_last_rows() -> None:
-    drafting = Drafting(num_slots=8, most=D)
+    drafting = Drafting(8, Drafts(most=D))
     slots, most = np.arange(8), np.array([9, 9, 1, 0, 9, 9, 9, 9], np.int32)
     for slot in range(8):
         drafting.begin(slot)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from nanovllm_kernels.sampling.batch_reference import write_back
+from torch import Tensor
 
 from nanovllm.registry import resolve
+from nanovllm.runner.batch import rowless
 from nanovllm.spec import DRAFTERS
-from nanovllm.spec.base import Drafter
+from nanovllm.spec.base import Drafter, DraftStep
 from nanovllm.spec.synthetic import PERIOD
 
 CPU = torch.device("cpu")
@@ -27,13 +29,31 @@ def made(method: str, tokens: int, accept: list[float], vocab_size: int = 50) ->
     )
 
 
+def propose(drafter: Drafter, slots_R: Tensor, lengths_N: Tensor, tokens_NL: Tensor) -> Tensor:
+    """Return the drafts of rows whose batch has no tokens, which these drafters do not read."""
+    return drafter.propose(
+        DraftStep(
+            slots_R=slots_R,
+            rows_R=slots_R,
+            lengths_N=lengths_N,
+            tokens_NL=tokens_NL,
+            pages_NM=torch.zeros(len(lengths_N), 1, dtype=torch.int32),
+            batch=rowless(torch.zeros(4, 0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)),
+            num_tokens=0,
+            proposes=True,
+            lane_tokens=0,
+            given_TX=None,
+        )
+    )
+
+
 @pytest.mark.parametrize("method", DRAFTERS)
 def test_drafts_are_written_behind_the_newest_token(method) -> None:
     drafter = made(method, 3, [0.8, 0.6, 0.4])
     assert drafter.num_drafts == 3
     text = torch.tensor([[4, 5, 6, 7, 5, 6, 0, 0, 0], [0] * 9, [0] * 9], dtype=torch.int32)
     lengths_N, tokens_NL = torch.tensor([5, 0, 0], dtype=torch.int32), text.clone()
-    drafts_RX = drafter.propose(torch.tensor([0, 2]), lengths_N, tokens_NL)
+    drafts_RX = propose(drafter, torch.tensor([0, 2]), lengths_N, tokens_NL)
     assert (drafts_RX.dtype, drafts_RX.shape) == (torch.int32, (2, 4))
     assert drafts_RX[0, 0] == 3
     assert tokens_NL[0].tolist() == [*text[0, :6].tolist(), *drafts_RX[0, 1:].tolist()]
@@ -47,7 +67,7 @@ def test_ngram_looks_drafts_up() -> None:
         [[4, 5, 6, 7, 5, 6, 0, 0, 0], [4, 5, 6, 7, 8, 6, 0, 0, 0], [0] * 9], dtype=torch.int32
     )
     lengths_N = torch.tensor([5, 5, 0], dtype=torch.int32)
-    drafts_RX = drafter.propose(torch.tensor([0, 1]), lengths_N, tokens_NL)
+    drafts_RX = propose(drafter, torch.tensor([0, 1]), lengths_N, tokens_NL)
     assert drafts_RX.tolist() == [[3, 7, 5, 6], [0, 6, 6, 6]]
     assert drafter.accept is None
 
@@ -59,7 +79,7 @@ def test_synthetic_drafts_depend_on_the_position_alone(vocab_size) -> None:
     slots_R = torch.arange(len(positions))
     lengths_N = torch.cat((positions, torch.zeros(1))).to(torch.int32)
     tokens_NL = torch.zeros(len(positions) + 1, 3 * PERIOD + 9, dtype=torch.int32)
-    drafts_RX = drafter.propose(slots_R, lengths_N, tokens_NL)
+    drafts_RX = propose(drafter, slots_R, lengths_N, tokens_NL)
     assert (drafts_RX[:, 0] == 4).all()
     drafts_RD = drafts_RX[:, 1:]
     assert ((drafts_RD >= 1) & (drafts_RD < vocab_size)).all()
@@ -95,7 +115,7 @@ def test_what_comes_out_has_the_given_shares() -> None:
     lengths_N = torch.full((num_rows + 1,), 7, dtype=torch.int32)
     tokens_NL = torch.zeros(num_rows + 1, 20, dtype=torch.int32)
     lengths_N[-1] = 0
-    drafts_RX = drafter.propose(slots_R, lengths_N, tokens_NL)
+    drafts_RX = propose(drafter, slots_R, lengths_N, tokens_NL)
     drawn_S = torch.full((4 * num_rows,), 49)
     samples_R1 = torch.arange(num_rows + 1) * 4
     lengths_R = lengths_N[:-1] + 4

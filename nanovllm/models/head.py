@@ -1,0 +1,82 @@
+"""Base of draft heads, which draft from the hidden states of a target model.
+
+A head runs over pairs. Pair p is the embedding of the token at p + 1 and the target's hidden state
+at p, and its logits are for the token at p + 2. The pair of a draft has the state of the previous
+pass in place of the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from nanovllm.attention.base import ForwardContext
+from nanovllm.layers.embedding import VocabEmbedding
+from nanovllm.layers.linear import Layer, Linear, Placement
+from nanovllm.layers.ops import Ops
+from nanovllm.models.decoder import Decoder, Rule
+from nanovllm.parallel.mesh import Span
+
+
+class DraftHead(Layer):
+    """A head with layers of its own, which uses the embedding and the output head of its target.
+
+    Implements spec.base.DraftModel. Each instance has WEIGHTS, since names depend on the file.
+    """
+
+    WEIGHTS: Sequence[Rule]
+    LESS_ONE: str = "-"  # pattern of norm weights that are stored as weight - 1
+    IGNORED: Sequence[str] = ()  # names of tensors that may be present unused
+    lag = 1
+    taps: Sequence[int] = ()
+    takes_hidden = True
+    layers: nn.ModuleList
+
+    def __init__(self, target: Decoder) -> None:
+        super().__init__()
+        self._shared = target.embed, target.head  # in a tuple, so that they are no submodules
+
+    @property
+    def embedding(self) -> VocabEmbedding:
+        return self._shared[0]
+
+    def bind_caches(self, caches: Mapping[int, Any]) -> None:
+        """Set the cache of each layer of the head. It may replace an earlier one."""
+        for layer, cache in caches.items():
+            cast("Any", self.layers[layer]).attn.bind(cache)
+
+    def given(self, hidden_TD: Tensor, taps: Sequence[Tensor]) -> Tensor:
+        """Return the head's states of all tokens, from the target's hidden states or taps."""
+        raise NotImplementedError
+
+    def forward(self, token_ids_T: Tensor, given_TX: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return state_SD of sampled pairs. `given_TX` is overwritten.
+
+        `token_ids_T` are the second tokens of the pairs.
+        """
+        raise NotImplementedError
+
+    def logits(self, state_SD: Tensor) -> Tensor:
+        """Return logits_SV in the model's dtype, for this rank's span of the vocabulary."""
+        return self._shared[1].product(state_SD)
+
+
+def replicated(out_features: int, in_features: int, ops: Ops) -> Linear:
+    """Return a product that every rank computes whole."""
+    rows = Span(out_features, 0, out_features)
+    return Linear(out_features, in_features, Placement(0, (("", rows),)), ops)
+
+
+def rules_of_layer(rules: Iterable[Rule], source: str, layer: int) -> list[Rule]:
+    """Return a family's rules for one layer of a head, without placeholders for the layer.
+
+    `source` is the name of the layer in the checkpoint, in place of "model.layers.{}".
+    """
+    found: list[Rule] = []
+    for name, target, *part in rules:
+        if target.startswith("layers.{}."):
+            ours = target.replace("{}", str(layer), 1)
+            found.append((name.replace("model.layers.{}", source, 1), ours, "".join(part)))
+    return found

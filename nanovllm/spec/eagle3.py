@@ -1,0 +1,58 @@
+"""Loader of EAGLE-3 heads, for `speculate: {method: eagle3, model: FOLDER}`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+from nanovllm.config import Config, ConfigError
+from nanovllm.layers.ops import Ops
+from nanovllm.models.decoder import Decoder, DecoderConfig
+from nanovllm.models.eagle3 import Eagle3Head
+from nanovllm.models.eagle3_config import read_eagle3
+from nanovllm.models.weights import fill
+from nanovllm.parallel.cut import check_cut
+from nanovllm.parallel.mesh import Mesh
+from nanovllm.spec.model_base import DraftModel
+
+
+class Eagle3Loader:
+    """Loader of the head in the folder speculate.model. Implements spec.model_base.DraftLoader.
+
+    Decision: a head never limits the context. Many are trained with 2,048 positions, and later
+    drafts are merely accepted less often.
+    """
+
+    max_tokens: int | None = None
+
+    def __init__(
+        self, config: Config, target: DecoderConfig, mesh: Mesh, element_bytes: int
+    ) -> None:
+        asked = config.recipe.speculate
+        assert asked is not None and asked.model is not None
+        self.config, self.mesh = config, mesh
+        self.folder, is_dummy = Path(asked.model).expanduser(), config.recipe.load.format == "dummy"
+        if not (self.folder.is_dir() or (is_dummy and self.folder.suffix == ".json")):
+            raise ConfigError(
+                f"speculate.model: {asked.model} is not a folder; give that of an EAGLE-3 head"
+            )
+        self.spec = read_eagle3(
+            self.folder,
+            target,
+            taps=asked.taps or None,
+            rope_theta=asked.rope_theta,
+            is_dummy=is_dummy,
+        )
+        try:
+            check_cut(Mesh(mesh.tp_rank, mesh.tp_size), self.spec.config)  # it has no experts
+        except ConfigError as error:
+            raise ConfigError(f"{self.spec.path}: {error}") from None
+        self.layout = Decoder.cache_layout(self.spec.config, mesh, element_bytes)
+
+    def empty(self, target: Decoder, ops: Ops, max_tokens: int) -> Eagle3Head:
+        """Return the head with uninitialised parameters."""
+        return Eagle3Head(self.spec, target, mesh=self.mesh, ops=ops, max_tokens=max_tokens)
+
+    def fill(self, model: DraftModel) -> None:
+        """Load the weights. Raise ConfigError like weights.fill."""
+        fill(cast("Eagle3Head", model), self.config, self.folder)

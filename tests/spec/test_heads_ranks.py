@@ -1,0 +1,86 @@
+"""Draft heads with requests of all kinds, on one rank and on several: the text is the plain one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from nanovllm.config import Config, Speculate
+from nanovllm.experts import Experts, write_placement
+from tests.engine.test_ranks import SMALL, cut, ranked, text_of
+from tests.models.heads import eagle3_tensors, save_head
+from tests.models.test_mtp import make_mtp
+from tests.models.tiny import M2, NEXT, V3, config_of, make_tiny
+from tests.whole_engine import WholeEngine
+
+VOCABULARY = 5003  # three blocks on two ranks
+
+
+def eagle3(folder: Path, family: str) -> tuple[Config, Speculate]:
+    overrides = dict(M2, num_local_experts=10) if family == "minimax_m2" else {}
+    make_tiny(folder / "own", family, vocab_size=VOCABULARY, num_hidden_layers=5, **overrides)
+    fields = dict(vocab_size=VOCABULARY, draft_vocab_size=600)
+    save_head(folder / "head", eagle3_tensors(**fields), **fields)
+    speculate = Speculate(method="eagle3", model=str(folder / "head"), tokens=2, adapt=False)
+    return config_of(folder / "own"), speculate
+
+
+def mtp(folder: Path, family: str) -> tuple[Config, Speculate]:
+    overrides = dict(NEXT, num_experts=10)
+    if family == "deepseek_v3":
+        overrides = dict(V3, n_routed_experts=10, n_group=5)
+    make_mtp(folder, family, vocab_size=VOCABULARY, **overrides)
+    return config_of(folder), Speculate(method="mtp", tokens=2, adapt=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "family", "tp", "ep"),
+    [
+        (eagle3, "qwen3", 2, 1),
+        (eagle3, "minimax_m2", 2, 2),
+        (eagle3, "minimax_m2", 1, 2),  # two lanes
+        (mtp, "deepseek_v3", 2, 1),
+        (mtp, "deepseek_v3", 1, 2),
+        (mtp, "qwen3_next", 1, 2),
+        (mtp, "qwen3_next", 2, 2),
+    ],
+)
+def test_texts_of_all_kinds_are_those_without_drafts(
+    make, family: str, tp: int, ep: int, tmp_path: Path
+) -> None:
+    """There are masks, logprobs, penalties, prefix hits and preemptions."""
+    config, speculate = make(tmp_path, family)
+    expected = text_of(WholeEngine(config, **SMALL))
+    alone = WholeEngine(config, speculate=speculate, **SMALL)
+    assert text_of(alone) == expected
+    assert alone.scheduler.stats().num_drafts > 50
+    with ranked(cut(config, 1, ep), tp, tmp_path, speculate=speculate, **SMALL) as engine:
+        assert text_of(engine) == expected
+        stats, other = alone.scheduler.stats(), engine.scheduler.stats()
+        if tp == 1:  # lanes have other steps, and the steps limit the drafts
+            assert other.num_drafts > 50
+            return
+        assert stats.accepted_tokens == other.accepted_tokens
+        assert stats.draft_tokens == other.draft_tokens
+
+
+@pytest.mark.parametrize("tp", [2, 1])
+def test_copies_of_the_experts_of_mtp(tp: int, tmp_path: Path) -> None:
+    """Its layer is counted after the target's, and placed by the same file, also over lanes."""
+    config, speculate = mtp(tmp_path, "deepseek_v3")
+    alone = WholeEngine(config, speculate=speculate, **SMALL)
+    expected = text_of(alone)
+    load = alone.runner.expert_load(wait=True)
+    assert load is not None and load.layers == [1, 2]
+    file = tmp_path / "placement"
+    write_placement(load.lines(), file, 2, 2)
+    recipe = replace(config.recipe, experts=Experts(placement=str(file)))
+    there = cut(replace(config, recipe=recipe), 1, 2)
+    with ranked(there, tp, tmp_path, speculate=speculate, **SMALL) as engine:
+        assert text_of(engine) == expected
+        head: Any = engine.runner.draft_model
+        moe = head.layers[0].mlp
+        assert len(moe.places.ranks) == 2 and len(moe.experts.gate_up) == 7
