@@ -176,13 +176,13 @@ def refuse_variant(recipe: Recipe, device: torch.device) -> None:
     if recipe.kernels.eager and device.type == "cuda":
         raise ConfigError("kernels.eager is true, but kernels.invariant needs a GPU's kernels")
     states, asked = recipe.cache.state_dtype, recipe.experts
-    drafts = None if recipe.speculate is None else recipe.speculate.method
+    rates = [] if recipe.speculate is None else recipe.speculate.accept
     slots, copies = "slots choose experts", "pages choose among copies of an expert"
     for key, value, is_variant, cause in (
         ("cache.state_dtype", states, states == "bfloat16", "ends of steps round the states"),
         ("experts.routing", asked.routing, asked.routing == "uniform", slots),
         ("experts.placement", asked.placement, asked.placement is not None, copies),
-        ("speculate.method", drafts, drafts == "synthetic", "drafts are accepted at random"),
+        ("speculate.accept", rates, bool(rates), "drafts are accepted at random"),
     ):
         if is_variant:
             raise ConfigError(f"{key} is {value}, but {cause}; drop it or kernels.invariant")

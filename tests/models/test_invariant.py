@@ -221,7 +221,7 @@ def test_a_recipe_that_cannot_be_invariant_is_refused_by_name(key: str, cause: s
     with pytest.raises(ConfigError) as caught:
         resolved(config)
     name, _, value = key.partition("=")
-    name, value = ("speculate.method", "synthetic") if name == "speculate" else (name, value)
+    name, value = ("speculate.accept", "[0.5]") if name == "speculate" else (name, value)
     assert str(caught.value) == f"{name} is {value}, but {cause}; drop it or kernels.invariant"
 
 
