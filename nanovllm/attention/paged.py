@@ -32,17 +32,18 @@ def bind_rows(
     batch: Batch,
     bind_chunks: Callable[[Batch], Attend],
     kernel: DecodeKernel,
-    portable: DecodeKernel = TRITON_DECODE,
+    portable: DecodeKernel | None = None,
 ) -> Attend:
     """Bind decode rows to our own kernel and prompt chunks to the backend's.
 
-    `portable` takes the numbers of rows for which `kernel` is slower or has no room.
+    `portable` (None: Triton's) takes the numbers of rows for which `kernel` is slower or has no
+    room.
     """
     at, width = batch.num_decodes, batch.decode_width
     if at == 0:
         return bind_chunks(batch)
     if at not in CUTE_ROWS or width > kernel.max_width:
-        kernel = portable
+        kernel = portable or TRITON_DECODE
     rows = batch.decodes()
     plan = kernel.plan(rows.lengths_R, like.k_PSGA)
     attend = kernel.attend
