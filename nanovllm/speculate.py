@@ -10,11 +10,7 @@ from msgspec import Struct
 
 from nanovllm.typed_yaml import ConfigError
 
-MODELS = (
-    "draft_model",
-    "eagle3",
-    "mtp",
-)  # methods whose drafts come from a model with layers of its own
+MODELS = ("draft_model", "eagle3", "mtp")  # their drafts come from a model with its own layers
 KEYS: dict[str, tuple[object, tuple[str, ...]]] = {  # key: default, methods that have it
     "model": (None, ("draft_model", "eagle3")),
     "taps": ([], ("eagle3",)),

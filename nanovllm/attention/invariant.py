@@ -5,7 +5,7 @@ computed alike. On a CPU, the arithmetic is in nanovllm_kernels.attention.invari
 
 On a GPU, kernels read a row's keys in blocks that start at its first token, in one order, and do
 not divide them among programs. The kernel of decode rows and that of prompt chunks do the same
-arithmetic. A single row of 4,000 tokens takes three times as long so, and 64 rows take no longer.
+arithmetic. So a few long rows leave most of the GPU idle.
 
 Decision: latent attention is always absorbed. The expanded form is faster for long chunks, but
 rounds differently, and a decode row would have to expand its whole context.
@@ -51,7 +51,7 @@ class InvariantGpu:
             from nanovllm.attention.latent_rows import bind_latents
 
             page_tokens, whole = self.like.k_PSGA.shape[1], latent_decode.WHOLE_ROWS
-            return bind_latents(batch, page_tokens, whole, expands=False)
+            return bind_latents(batch, page_tokens, whole, expands=False, portable=whole)
         from nanovllm.attention.paged import bind_rows
 
         whole = paged_decode.WHOLE_ROWS

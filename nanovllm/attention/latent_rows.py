@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from nanovllm_kernels.attention.latent_decode import DECODE as TRITON_DECODE, WHOLE_ROWS
+from nanovllm_kernels.attention.latent_decode import DECODE as TRITON_DECODE
 from nanovllm_kernels.attention.latent_reference import dequantised
 from nanovllm_kernels.attention.paged_decode import DecodeKernel
 from nanovllm_kernels.case import bits
@@ -34,8 +34,19 @@ MOST_ABSORBED = 1024  # maximum absorbed chunk tokens of a step: 256 MB with 128
 SLOWER = 2  # cost of an absorbed operation relative to an expanded one
 
 
-def bind_latents(batch: Batch, page_tokens: int, kernel: DecodeKernel, *, expands: bool) -> Attend:
-    """Bind a step's rows. `expands` is True if flash-attn-4 is available."""
+def bind_latents(
+    batch: Batch,
+    page_tokens: int,
+    kernel: DecodeKernel,
+    *,
+    expands: bool,
+    portable: DecodeKernel | None = None,
+) -> Attend:
+    """Bind a step's rows.
+
+    `expands` is True if flash-attn-4 is available. `portable` (None: Triton's) takes absorbed
+    chunks.
+    """
     at = batch.num_decode_tokens
     rows = batch.decodes()
     decode = Absorbed(
@@ -47,8 +58,7 @@ def bind_latents(batch: Batch, page_tokens: int, kernel: DecodeKernel, *, expand
     )
     if batch.num_decodes == len(batch.lengths_R):
         return decode
-    portable = kernel if kernel is WHOLE_ROWS else TRITON_DECODE
-    chunks = Chunks(batch.chunks(), page_tokens, at, portable, expands=expands)
+    chunks = Chunks(batch.chunks(), page_tokens, at, portable or TRITON_DECODE, expands=expands)
     return DecodeAndChunks(decode, chunks, at) if at else chunks
 
 
@@ -145,7 +155,7 @@ def expands_cheaper(batch: Batch, cache: Latents, q_THA: Tensor) -> bool:
     return expanded < absorbed or sum(new for _, new in rows) > MOST_ABSORBED
 
 
-def absorbed_chunks(batch: Batch, at: int, kernel: DecodeKernel = TRITON_DECODE) -> Absorbed:
+def absorbed_chunks(batch: Batch, at: int, kernel: DecodeKernel) -> Absorbed:
     """Return the absorbed form, with each chunk split into rows of up to GROUP tokens."""
     device, num_rows = batch.lengths_R.device, len(batch.lengths_R)
     known = [chunk.num_tokens for chunk in batch.planned] or [batch.max_new] * num_rows

@@ -108,10 +108,8 @@ class MemoryPlan:
         num_bytes, layers = weight_traffic(self.model.layers, rows, self.found.mesh.lanes)
         head, own = self.model.head.weight, -(-rows // self.found.mesh.lanes)
         products = self._least(num_bytes + head.nbytes, 2 * (layers * rows + head.numel() * own))
-        cached, flops = (
-            decode_bytes(self.found.own_layout, length),
-            length * self._flops(decodes=True),
-        )
+        cached = decode_bytes(self.found.own_layout, length)
+        flops = length * self._flops(decodes=True)
         return products + own * self._least(cached, flops)
 
     def prefill_s(self, rows: int, length: int) -> float:

@@ -78,14 +78,14 @@ class Slots:
             self.device,
         )
         slots_N, cached_N, prompts_N, token_at_T, tokens_T, page_at_P, pages_P = sent
-        if plan.admits:  # drafts may be computed beyond the pages of a slot: in the padding page
-            self.pages_NM.index_fill_(0, slots_N.long(), 0)
-        self.pages_NM.view(-1).index_copy_(0, page_at_P.long(), pages_P)
         if plan.admits:
             at_N = slots_N.long()
+            # Drafts may be computed beyond the pages of a slot: in the padding page.
+            self.pages_NM.index_fill_(0, at_N, 0)
             self.tokens_NL.view(-1).index_copy_(0, token_at_T.long(), tokens_T)
             self.lengths_N.index_copy_(0, at_N, cached_N)
             self.prompt_lengths_N.index_copy_(0, at_N, prompts_N)
+        self.pages_NM.view(-1).index_copy_(0, page_at_P.long(), pages_P)
 
 
 def arange(count: int) -> Int32:

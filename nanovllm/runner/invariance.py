@@ -48,8 +48,9 @@ def check_products(model: nn.Module, dtype: torch.dtype, counts: tuple[int, ...]
 def check_known(model: nn.Module) -> None:
     """Raise ConfigError for a layer whose products on a GPU were not shown to be invariant.
 
-    With DeepSeek's router, one of 72 texts had another log-probability in its prefill than as it
-    was written. Its logits are float32, so sums that differ by their last bit are not rounded away.
+    With DeepSeek, one of 72 texts had another log-probability in its prefill than while it was
+    generated. The cause is not known. The router is suspected, since no rounding hides the last bit
+    of its float32 logits.
     """
     for name, module in model.named_modules():
         if isinstance(module, Router) and module.has_parts:

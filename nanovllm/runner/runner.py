@@ -172,9 +172,8 @@ class Runner:
         if drafter is None:
             return Written(lines_RW, None)
         slots, has_lanes = self.slots, self.sampler.shard.mesh.lanes > 1
-        most = max(
-            forwarded.lane_tokens, len(batch.token_ids_T)
-        )  # a graph's are those of all lanes
+        # The tokens of a graph are those of all lanes.
+        most = max(forwarded.lane_tokens, len(batch.token_ids_T))
         step = DraftStep(
             slots_R=rows.slots_R.where(lines_RW[:, 0] >= 0, slots.padding),
             rows_R=rows.slots_R,

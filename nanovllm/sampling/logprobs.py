@@ -70,8 +70,8 @@ def best_ids(logits_WV: Tensor, count: int) -> Tensor:
     So it gets unique keys: the bits of a float32 in the order of its values, then the id.
     """
     bits_WV = logits_WV.view(torch.int32)
-    ordered_WV = bits_WV ^ ((bits_WV >> 31) & 0x7FFFFFFF)
+    ordered_WV = (bits_WV >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits_WV)
     last = logits_WV.shape[1] - 1
     ids_V = torch.arange(last, -1, -1, device=logits_WV.device)
-    keys_WV = (ordered_WV.long() << 32) + ids_V
+    keys_WV = ordered_WV.long().bitwise_left_shift_(32).add_(ids_V)  # in place, to save memory
     return last - (keys_WV.topk(count, -1).values & 0xFFFFFFFF)

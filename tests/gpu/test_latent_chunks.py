@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from nanovllm_kernels.attention.latent_decode import DECODE
 from torch import Tensor
 
 from nanovllm.attention.base import Batch
@@ -69,7 +70,7 @@ def difference(rows: Rows, device: torch.device, heads: int = HEADS) -> None:
     q_THA, cache, batch = made(rows, device, heads)
     found, expected = (
         way(cache, q_THA, q_THA.new_full((*q_THA.shape[:2], VALUE), torch.nan)).float()
-        for way in (Expanded(batch, 0, PAGE), absorbed_chunks(batch, 0))
+        for way in (Expanded(batch, 0, PAGE), absorbed_chunks(batch, 0, DECODE))
     )
     assert (found - expected).abs().max() <= 0.03 * expected.abs().max()
 
@@ -137,7 +138,7 @@ def main() -> None:
         out_THA, said = q_THA.new_empty(*q_THA.shape[:2], VALUE), []
         pairs = HEADS * sum(count * (2 * start + count) for start, count in rows)
         for name, way, each in (
-            ("absorbed", absorbed_chunks(batch, 0), 2 * RANK + ROTATED),
+            ("absorbed", absorbed_chunks(batch, 0, DECODE), 2 * RANK + ROTATED),
             ("expanded", Expanded(batch, 0, PAGE), KEY + ROTATED + VALUE),
         ):
             if name == "absorbed" and len(q_THA) > MOST_ABSORBED:
