@@ -54,6 +54,25 @@ def told(
     return engine.text, engine.finish, engine.logprobs, engine.scheduler.stats().accepted_tokens
 
 
+def check_batched(
+    config: Config, wish: str, speculate: Speculate, abort: int, **sizes: int
+) -> None:
+    """Assert that a batch of drafting requests, one of them aborted, has the plain texts."""
+    plain = told(config, wish, None, [7], step_tokens=64)[0]
+    engine = WholeEngine(config, speculate=speculate, max_tokens=100, **sizes)
+    for i, prompt in enumerate(PROMPTS):
+        grammar = "even" if i % 4 == 3 else ""
+        engine.submit(i, prompt, MAX_NEW - 5 * (i % 3), WISHES[wish], [7], grammar)
+    for _ in range(6):
+        engine.loop.step()
+        engine.scheduler.check()
+    engine.loop.handle(Abort(abort))
+    engine.run()
+    for i, text in plain.items():
+        found = engine.text.get(i, [])
+        assert found == text[: len(found)] if i == abort else found == text, i
+
+
 @pytest.mark.parametrize(
     ("config", "wish"),
     [(TOLD[0], wish) for wish in WISHES]
@@ -104,17 +123,5 @@ def test_however_it_is_batched(
     abort: int,
     **sizes: int,
 ) -> None:
-    plain = told(config[0], wish, None, [7], step_tokens=64)[0]
     speculate = Speculate(method="ngram", tokens=tokens, min_match=min_match, max_match=5)
-    engine = WholeEngine(config[0], speculate=speculate, max_tokens=100, **sizes)
-    for i, prompt in enumerate(PROMPTS):
-        grammar = "even" if i % 4 == 3 else ""
-        engine.submit(i, prompt, MAX_NEW - 5 * (i % 3), WISHES[wish], [7], grammar)
-    for _ in range(6):
-        engine.loop.step()
-        engine.scheduler.check()
-    engine.loop.handle(Abort(abort))
-    engine.run()
-    for i, text in plain.items():
-        found = engine.text.get(i, [])
-        assert found == text[: len(found)] if i == abort else found == text, i
+    check_batched(config[0], wish, speculate, abort, **sizes)

@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 from nanovllm.config import Config, ConfigError, Kernels, Speculate
 from tests.gpu.test_engine import SHAPE
-from tests.models.test_invariant import SAMPLINGS, Found, bits
+from tests.models.test_invariant import NUM_NEW, SAMPLINGS, Found, bits, check_prefills
 from tests.models.tiny import CASES, config_of, make_tiny
 from tests.whole_engine import WholeEngine
 
-NUM_NEW, NUM_COMPARED, NUM_BESIDE = 24, 6, 58
+NUM_COMPARED, NUM_BESIDE = 6, 58
 DENSE = dict(SHAPE, max_position_embeddings=1024)
 MOE = dict(DENSE, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=256)
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -95,24 +95,12 @@ def test_logprobs_equal_those_of_a_prefill_over_the_same_text(family: str, tmp_p
     """A trainer computes the whole text at once, and must get the bits that the server sent."""
     config, requests = made(family, tmp_path), prompts()[:3]
     sent, _ = found_by(config, requests)
-    texts = [
-        prompt + [one.token_id for one in found[:count]]
-        for prompt, found in zip(requests, sent, strict=True)
-        for count in range(NUM_NEW)
-    ]
     kernels = Kernels(invariant=True)
     config = replace(config, recipe=replace(config.recipe, kernels=kernels))
     engine = WholeEngine(
         config, pages=3000, page_tokens=16, slots=64, step_tokens=4096, max_tokens=512, prefix=False
     )
-    for name, text in enumerate(texts):
-        engine.submit(name, text, 1, SAMPLINGS[0])
-    engine.run()
-    for name in range(len(texts)):
-        request, count = divmod(name, NUM_NEW)
-        (one,) = engine.logprobs[name]
-        expected = sent[request][count]
-        assert (one.top_ids, one.top_logprobs) == (expected.top_ids, expected.top_logprobs)
+    check_prefills(engine, requests, sent)
 
 
 @pytest.mark.gpu

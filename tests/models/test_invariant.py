@@ -82,6 +82,23 @@ def bits(found: Found) -> Found:
     return [replace(one, request_id=0) for one in found]
 
 
+def check_prefills(engine: WholeEngine, requests: list[list[int]], sent: list[Found]) -> None:
+    """Assert that prefills of every request's own text give the logprobs that were sent."""
+    expected = [one for found in sent for one in found]
+    texts = [
+        prompt + [one.token_id for one in found[:count]]
+        for prompt, found in zip(requests, sent, strict=True)
+        for count in range(len(found))
+    ]
+    assert len(texts) == len(expected) == NUM_NEW * len(requests)
+    for name, text in enumerate(texts):
+        engine.submit(name, text, 1, SAMPLINGS[0])
+    engine.run()
+    for name, one in enumerate(expected):
+        (found,) = engine.logprobs[name]
+        assert (found.top_ids, found.top_logprobs) == (one.top_ids, one.top_logprobs)
+
+
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("case", TOLD)
 def test_every_way_of_serving_gives_the_bits_of_a_request_alone(
@@ -133,20 +150,8 @@ def test_logprobs_equal_those_of_a_prefill_over_the_same_text(
     config = invariant(config_of(tmp_path), **given)
     requests = prompts()[1:4]
     sent = found_of(served(config, requests, cache_dtype=kept))
-    texts = [
-        prompt + [one.token_id for one in found[:count]]
-        for prompt, found in zip(requests, sent, strict=True)
-        for count in range(NUM_NEW)
-    ]
     engine = WholeEngine(config, pages=2000, step_tokens=512, prefix=False, cache_dtype=kept)
-    for name, text in enumerate(texts):
-        engine.submit(name, text, 1, replace(SAMPLINGS[0], logprobs=4))
-    engine.run()
-    for name in range(len(texts)):
-        request, count = divmod(name, NUM_NEW)
-        (one,) = engine.logprobs[name]
-        expected = sent[request][count]
-        assert (one.top_ids, one.top_logprobs) == (expected.top_ids, expected.top_logprobs)
+    check_prefills(engine, requests, sent)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from nanovllm.config import DEMO, Config, Speculate, load_config
-from nanovllm.wire import Abort, Sampling
-from tests.end_to_end.test_speculation import PROMPTS, WISHES, told
+from nanovllm.wire import Sampling
+from tests.end_to_end.test_speculation import PROMPTS, WISHES, check_batched, told
 from tests.models.tiny import CASES, config_of, make_tiny
 from tests.whole_engine import GREEDY, WholeEngine, greedy, prompts_of, reference
 
@@ -199,17 +199,5 @@ def test_however_it_is_batched(
     **sizes: int,
 ) -> None:
     config, own, noisy = tiny
-    plain = told(config, wish, None, [7], step_tokens=64)[0]
     speculate = drafting(own if same else noisy, tokens)
-    engine = WholeEngine(config, speculate=speculate, max_tokens=100, **sizes)
-    for i, prompt in enumerate(PROMPTS):
-        grammar = "even" if i % 4 == 3 else ""
-        engine.submit(i, prompt, 40 - 5 * (i % 3), WISHES[wish], [7], grammar)
-    for _ in range(6):
-        engine.loop.step()
-        engine.scheduler.check()
-    engine.loop.handle(Abort(abort))
-    engine.run()
-    for i, text in plain.items():
-        found = engine.text.get(i, [])
-        assert found == text[: len(found)] if i == abort else found == text, i
+    check_batched(config, wish, speculate, abort, **sizes)

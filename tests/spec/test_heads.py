@@ -20,8 +20,8 @@ from nanovllm.parallel.mesh import Mesh
 from nanovllm.spec.base import DraftStep
 from nanovllm.spec.model_base import StreamTaps
 from nanovllm.spec.model_drafter import ModelDrafter
-from nanovllm.wire import Abort, Sampling
-from tests.end_to_end.test_speculation import PROMPTS as SPOKEN, WISHES, told
+from nanovllm.wire import Sampling
+from tests.end_to_end.test_speculation import PROMPTS as SPOKEN, WISHES, check_batched
 from tests.models.heads import EAGLE3, eagle3_tensors, save_head
 from tests.models.steps import Steps, load
 from tests.models.test_eagle3 import Oracle
@@ -273,17 +273,5 @@ def test_however_it_is_batched(
     **sizes: int,
 ) -> None:
     pair = pairs[case]
-    plain = told(pair.config, wish, None, [7], step_tokens=64)[0]
     speculate = struct_with(pair.speculate, tokens=tokens, adapt=adapt)
-    engine = WholeEngine(pair.config, speculate=speculate, max_tokens=100, **sizes)
-    for i, prompt in enumerate(SPOKEN):
-        grammar = "even" if i % 4 == 3 else ""
-        engine.submit(i, prompt, 40 - 5 * (i % 3), WISHES[wish], [7], grammar)
-    for _ in range(6):
-        engine.loop.step()
-        engine.scheduler.check()
-    engine.loop.handle(Abort(abort))
-    engine.run()
-    for i, text in plain.items():
-        found = engine.text.get(i, [])
-        assert found == text[: len(found)] if i == abort else found == text, i
+    check_batched(pair.config, wish, speculate, abort, **sizes)
