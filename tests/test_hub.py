@@ -27,7 +27,8 @@ import resource, sys
 from nanovllm import cli, launch
 
 def started(config):
-    print("STARTED", config.model_dir, config.source)
+    # One piece: without a buffer, a line of the log may be written between two pieces.
+    print(f"STARTED {config.model_dir} {config.source}")
     return 0
 
 launch.serve = started

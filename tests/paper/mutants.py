@@ -204,7 +204,7 @@ MUTANTS = [
     Mutant("later passes are one position late", DRAFTER, "drafts[-1], newest_R + nth - 1)", "drafts[-1], newest_R + nth)", "test_all_drafts_of_the_target_itself_are_accepted"),
     Mutant("drafts follow the last draft, accepted or not", DRAFTER, "step.lengths_N[rows_R] - lag - before_R", "fed_R + more - 1", "test_each_step_accepts_the_drafts_that_transformers_would_propose"),
     Mutant("the first pass leaves out the drawn token", DRAFTER, "more, device = len(rows_R), 1 - lag,", "more, device = len(rows_R), 0,", "test_keys_and_drafts_are_those_of_the_whole_text_at_once"),
-    Mutant("the page table keeps pages of an earlier request", BATCH, "            self.pages_NM.index_fill_(0, slots_N.long(), 0)\n", "            pass\n", "test_pages_that_a_slot_does_not_have_are_the_padding_page"),
+    Mutant("the page table keeps pages of an earlier request", BATCH, "            self.pages_NM.index_fill_(0, at_N, 0)\n", "            pass\n", "test_pages_that_a_slot_does_not_have_are_the_padding_page"),
     Mutant("device: copies nothing", PAPER, "            self.memory[dst] = self.memory[src].copy()\n", "            pass\n", "test_no_page_of_a_corrupted_request_is_found_again"),
     Mutant("device: cleans nothing", PAPER, "        for page in plan.clean:\n            self.memory[page] = [BLANK] * self.page_tokens\n", "", "test_pages_of_a_corrupted_request_are_cleaned_once_for_their_next_owner"),
 ]  # fmt: skip
