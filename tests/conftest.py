@@ -1,4 +1,8 @@
-"""`pytest -m quick`, and Hypothesis profiles. `--hypothesis-profile=quick` runs few examples."""
+"""`pytest -m quick`, and Hypothesis profiles.
+
+`--hypothesis-profile=quick` runs few examples and few random engines, `thorough` four times as many
+as usual.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ slow = [HealthCheck.too_slow]
 settings.register_profile("fixed", deadline=None, derandomize=True, suppress_health_check=slow)
 settings.register_profile("random", settings.get_profile("fixed"), derandomize=False)
 settings.register_profile("quick", settings.get_profile("fixed"), max_examples=5)
+settings.register_profile("thorough", settings.get_profile("fixed"), max_examples=400)
 settings.load_profile("fixed")
 
 

@@ -14,8 +14,8 @@ from nanovllm.wire import FinishReason, RefusalKind
 from tests.paper.conversations import Asked, by_chance, conversations, held
 from tests.paper.engine import PAGE, PaperEngine
 
-NUM_ENGINES = 200 * settings().max_examples  # 20,000; 1,000 with --hypothesis-profile=quick
-NUM_PARTS = 8
+NUM_ENGINES = 60 * settings().max_examples  # 6,000; 24,000 with --hypothesis-profile=thorough
+NUM_PARTS = 4
 
 
 def sizes_of_engines(rng: Random) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tests.paper.conversations import by_chance, conversations, held
 from tests.paper.engine import PaperEngine, generate
 from tests.paper.gpu import PaperHandle, ids
 
-NUM_ENGINES = 20 * settings().max_examples
+NUM_ENGINES = 8 * settings().max_examples
 
 
 class LanesHandle:

@@ -31,7 +31,7 @@ def test_in_the_interpreter() -> None:
 
 
 @in_interpreter
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=6)
 @given(
     heads=st.sampled_from([(1, 1), (2, 2), (1, 2), (1, 3), (1, 4)]),
     sizes=st.sampled_from([(16, 16), (32, 16), (24, 40)]),

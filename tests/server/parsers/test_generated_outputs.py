@@ -7,6 +7,7 @@ from random import Random
 
 import msgspec
 import pytest
+from hypothesis import settings
 from tokenizers import AddedToken
 
 from nanovllm.server.answers import ChunkWriter, WholeWriter
@@ -27,7 +28,7 @@ from tests.server.parsers.generated_outputs import (
 )
 from tests.server.tiny_tokenizer import tiny_tokenizer
 
-NUM_OUTPUTS = 10_000
+NUM_OUTPUTS = 30 * settings().max_examples
 
 
 def machine(name: str, marks: dict[str, str], in_reasoning: bool, schemas) -> OutputParser:
