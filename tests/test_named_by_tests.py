@@ -82,6 +82,7 @@ DRIVEN_BY = {
         nanovllm/engine/loop.py nanovllm/kv/checkpoints.py nanovllm/kv/hybrid.py
         nanovllm/kv/memory.py nanovllm/kv/pages.py
         nanovllm/sched/decoding.py nanovllm/sched/drafting.py nanovllm/sched/policy.py
+        nanovllm/sched/prices.py
         nanovllm/sched/planner.py nanovllm/sched/queue.py nanovllm/sched/request.py
         nanovllm/sched/scheduler.py""",
     "tests/paper/test_sharing.py": "nanovllm/kv/keys.py",

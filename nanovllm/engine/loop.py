@@ -183,7 +183,9 @@ class EngineLoop:
             self.bubble_s += bubble_s
             if self.pace is not None:
                 self.pace.measured(step.num_decoded, step.num_prompt, step.handle.busy_s)
-            output = self.scheduler.complete(result)
+            is_typical = not (step.was_idle or step.num_prompt)
+            period_s = step.handle.busy_s + bubble_s if is_typical else 0.0
+            output = self.scheduler.complete(result, period_s)
             self.recent.completed(step.handle, bubble_s, output, self.clock.spent_s)
             self._publish(output)
             self.clock.lap("complete")

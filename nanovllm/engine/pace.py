@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import deque
 
 from nanovllm.config import Schedule
+from nanovllm.sched.prices import middle, size_class
 
 TARGET = 2.5  # duration of a mixed step in quiet steps; with all noise it stays below four
 SHARE = 0.25  # least fraction of the speed of a prompt's tokens alone
@@ -168,16 +169,6 @@ class PaceKeeper:
             return 0.0
         nearest = min(self._quiet_s, key=lambda known: (abs(known - kind), known))
         return middle(self._quiet_s[nearest])
-
-
-def size_class(num_rows: int) -> int:
-    """Return the size class: numbers of rows within a factor of two share one."""
-    return num_rows.bit_length()
-
-
-def middle(values: deque[float]) -> float:
-    """Return the median; of an even number of values, the upper one."""
-    return sorted(values)[len(values) // 2]
 
 
 def pace_of(schedule: Schedule, device: str) -> PaceKeeper | None:

@@ -4,8 +4,9 @@ Decision: a draft gets a place in a step if its probability of acceptance exceed
 history is one number, the fraction of accepted drafts among those compared, in which recent drafts
 count more. The k-th draft is accepted with that fraction to the power of k. The cost of a draft, in
 tokens, rises with the number of rows: few rows leave arithmetic units idle, many use all of them.
-Rows whose drafts fail stop within a dozen steps. They probe again all together, in few steps. New
-rows start with the average over all rows.
+All drafts of a step together must gain more than their measured price (prices.py). Until it is
+measured, a fixed estimate takes its place. Rows whose drafts fail stop within a dozen steps. They
+probe again all together, in few steps. New rows start with the average over all rows.
 
 All values are columns, one element per slot, as in decoding.py.
 """
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanovllm.plan import Int32
+from nanovllm.sched.prices import DraftPrices
 from nanovllm.speculate import Drafts
 
 SlotIndices = npt.NDArray[np.int64]
@@ -25,9 +27,11 @@ FIRST_RATE = 0.7  # acceptance assumed for the very first rows
 FIRST_WEIGHT, MOST_WEIGHT = 1.5, 8.0  # weight of a row's history, in compared drafts: first, most
 KEPT_BY_ALL = 0.98  # decay of the average over all rows, per compared draft
 LOW, HIGH, MANY_ROWS = 0.1, 0.5, 256  # cost of a draft with 1 row, and with MANY_ROWS or more
-STEP_COST = 0.1  # fixed cost of any drafts in a step, as a fraction of the step's rows
-PASS_COST = 0.05  # cost of each pass of a draft model, as a fraction of the step's rows
+# Cost of the drafts of a step as a fraction of the step, until it is measured: a fixed part, and
+# each pass of a draft model.
+STEP_COST, PASS_COST = 0.1, 0.05
 PROBE_EVERY, PROBE_DRAFTS = 16, 2  # steps between probes (more with many rows), drafts per probe
+PROBE_SHARE = 0.01  # greatest share of the time for probes, which makes dear ones rarer
 
 
 class Drafting:
@@ -40,6 +44,8 @@ class Drafting:
     def __init__(self, num_slots: int, drafts: Drafts) -> None:
         most = self.most = drafts.most  # maximum drafts per row
         self.adapt, self.has_model = drafts.adapt, drafts.has_model
+        self.prices = DraftPrices()
+        self._num_fed = 0  # drafts of the latest planned step
         self._proposed = True  # whether the latest planned step proposes drafts
         self.reach = np.zeros(num_slots, np.int32)  # tokens: the end of the drafts fed so far
         self._found = np.zeros(num_slots, np.int32)  # real drafts among the latest reported ones
@@ -68,35 +74,53 @@ class Drafting:
             found_R = np.minimum(self.most * self._proposed, most_R).astype(np.int32)
         else:
             found_R = np.minimum(self._found[slots_R], most_R)
-        if not np.count_nonzero(found_R):
-            return found_R
-        drafts_R = self._worthwhile(step, slots_R, found_R) if self.adapt else found_R
-        if int(drafts_R.sum()) > budget:  # the first rows have precedence
+        drafts_R = found_R
+        if self.adapt and np.count_nonzero(found_R):
+            drafts_R = self._worthwhile(step, slots_R, found_R)
+        self._num_fed = int(drafts_R.sum())
+        if self._num_fed > budget:  # the first rows have precedence
             before_R = drafts_R.cumsum(dtype=np.int32) - drafts_R
             drafts_R = np.clip(budget - before_R, 0, drafts_R)
+            self._num_fed = int(drafts_R.sum())
         return drafts_R
 
     def plan_proposals(self, step: int, slots_R: SlotIndices) -> bool:
         """Return whether a draft model proposes drafts at the end of a step with these rows.
 
-        It does if they would be fed in the next step.
+        It does if they would be fed in the next step. Called once for each planned step.
         """
-        if self.has_model and self.adapt and len(slots_R):
-            most_R = np.full(len(slots_R), self.most, np.int32)
+        num_rows, num_fed, self._num_fed = len(slots_R), self._num_fed, 0
+        if self.has_model and self.adapt and num_rows:
+            most_R = np.full(num_rows, self.most, np.int32)
             self._proposed = bool(self._worthwhile(step + 1, slots_R, most_R).any())
+        if self.adapt and self.most and (not self.has_model or self._proposed == (num_fed > 0)):
+            self.prices.plan(step, num_rows, num_fed)
         return self._proposed
 
     def _worthwhile(self, step: int, slots_R: SlotIndices, found_R: Int32) -> Int32:
         """Return the number of drafts of each row that pay off, at most `found_R`."""
-        rates_R = self._rates[slots_R]
-        drafts_R = np.minimum(found_R, worthwhile(rates_R, len(slots_R)))
-        fixed = STEP_COST + PASS_COST * self.most * self.has_model
-        price = fixed * len(slots_R) + cost(len(slots_R)) * int(drafts_R.sum())
-        if gain(rates_R, drafts_R) < price:
+        num_rows, rates_R = len(slots_R), self._rates[slots_R]
+        if self.prices.is_due(step, num_rows):
+            return np.zeros_like(found_R)
+        drafts_R = np.minimum(found_R, worthwhile(rates_R, num_rows))
+        if gain(rates_R, drafts_R) < self._price(num_rows, int(drafts_R.sum())):
             drafts_R[:] = 0
-        if step % (PROBE_EVERY * (1 + 2 * len(slots_R) // MANY_ROWS)) == 0:
+        if step % self._probe_every(num_rows) == 0:
             np.maximum(drafts_R, np.minimum(found_R, PROBE_DRAFTS), out=drafts_R)
         return drafts_R
+
+    def _price(self, num_rows: int, num_drafts: int) -> float:
+        """Return the tokens that a step with drafts must gain to be worth its time."""
+        if (ratio := self.prices.ratio(num_rows, num_drafts)) is not None:
+            return (ratio - 1) * num_rows
+        fixed = STEP_COST + PASS_COST * self.most * self.has_model
+        return fixed * num_rows + cost(num_rows) * num_drafts
+
+    def _probe_every(self, num_rows: int) -> int:
+        """Return the number of steps between two probes."""
+        ratio = self.prices.ratio(num_rows, PROBE_DRAFTS * num_rows) or 1.0
+        least = PROBE_EVERY * (1 + 2 * num_rows // MANY_ROWS)
+        return max(least, int((ratio - 1) / PROBE_SHARE))
 
     def fed(self, slot: int, count: int) -> list[int]:
         """Return the first `count` of the latest reported drafts."""

@@ -64,8 +64,12 @@ class Planner(Protocol):
         """Return the admissions of the latest plan, for observers."""
         ...
 
-    def complete(self, result: StepResult) -> StepOutput:
-        """Process the result of the oldest step in flight."""
+    def complete(self, result: StepResult, period_s: float = 0.0) -> StepOutput:
+        """Process the result of the oldest step in flight.
+
+        `period_s` is its device time and the idle time before it, in seconds. It is 0 if that is
+        not typical of its rows: if it has prompts, or follows an idle time of the engine.
+        """
         ...
 
     def output(self) -> StepOutput:

@@ -293,8 +293,9 @@ class Scheduler:
 
     # -- completion -------------------------------------------------------------------------
 
-    def complete(self, result: StepResult) -> StepOutput:
+    def complete(self, result: StepResult, period_s: float = 0.0) -> StepOutput:
         """Append a step's tokens, finish requests, register pages. Steps complete in order."""
+        self._drafting.prices.measure(result.step, period_s)
         flight, lines = self._decoding.pop_flight(result.step), result.tokens
         rows = flight.rows
         if len(lines) != len(rows.requests):

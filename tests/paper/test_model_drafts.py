@@ -139,3 +139,26 @@ def test_a_model_whose_drafts_fail_proposes_in_few_steps(lag: int, depth: int) -
     assert engine.gpu.layers is not None and engine.gpu.layers.faults == []
     later = engine.plans[3 * PROBE_EVERY : -4]  # after a few probes, all of them right
     assert len(later) > 10 and all(plan.proposes for plan in later)
+
+
+@pytest.mark.parametrize("lag", LAGS)
+@pytest.mark.parametrize(("dear", "feeds"), [(1.1, True), (3.5, False)])
+def test_measured_steps_decide_whether_drafts_are_worth_it(
+    lag: int, dear: float, feeds: bool
+) -> None:
+    """A third of the drafts is wrong. The first steps are those of prompts, which do not count."""
+    engine = engine_of(lag, page=8, num_pages=200, wrong_every=3)
+    launch = engine.launch
+
+    def timed(plan):
+        handle = launch(plan)
+        handle.busy_s = 50.0 if plan.chunks else dear if plan.drafts else 1.0
+        return handle
+
+    engine.loop.executor.launch = timed
+    for i in range(4):
+        engine.say(generate(i, [i, 5, 6], 350))
+    for _ in range(90):
+        engine.step()
+    share = sum(bool(plan.drafts) for plan in engine.plans[30:]) / len(engine.plans[30:])
+    assert share > 0.9 if feeds else share < 0.1
