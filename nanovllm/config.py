@@ -109,8 +109,7 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     exchange: Literal["auto", "torch", "triton"] = "auto"  # sums over GPUs; torch: by NCCL alone
     # For debugging (--eager): auto is torch everywhere, and there are no CUDA graphs.
     eager: bool = False
-    # No bit of a result depends on other requests, chunks, the cache or drafts. On a GPU, not for
-    # recurrent layers and routers in float32: Qwen3-Next, DeepSeek and MiniMax-M2 are refused.
+    # No bit of a result depends on other requests, chunks, the cache or drafts.
     invariant: bool = False
     cuda_graphs: bool = True
     mixed_graph_tokens: int = 2048  # largest step with prompts that uses CUDA graphs; 0: none

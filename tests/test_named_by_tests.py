@@ -147,6 +147,8 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/experts/gated_experts.py""",
     "tests/kernels/delta/test_delta_kernels.py": """
         kernels/nanovllm_kernels/delta/decode.py kernels/nanovllm_kernels/delta/prefill.py""",
+    "tests/kernels/test_rows_apart.py": """
+        kernels/nanovllm_kernels/delta/ordered.py kernels/nanovllm_kernels/products/per_head.py""",
     "tests/kernels/products/test_few_fp8.py": """
         kernels/nanovllm_kernels/products/dense_fp8.py
         kernels/nanovllm_kernels/products/few_fp8_cases.py""",

@@ -6,6 +6,7 @@ CHECKED = {  # folder: module: names of its case.Kernel objects, which are upper
         "block_fp8_cases": "block_fp8_linear block_fp8_experts block_fp8_gated experts_gated",
         "few_fp8_cases": "few_fp8_linear few_fp8_linear_add few_fp8_norm_linear"
         " few_fp8_norm_gate_up few_fp8_quantised",
+        "per_head": "per_head",
         "skinny_cases": "skinny_linear skinny_linear_add skinny_norm_linear skinny_norm_gate_up",
     },
     "attention": {
@@ -15,7 +16,9 @@ CHECKED = {  # folder: module: names of its case.Kernel objects, which are upper
         "latent_store": "latent_store",
         "cute_cases": "paged_decode_cute latent_decode_cute",
     },
-    "delta": {"cases": "delta_decode delta_drafted delta_prefill"},
+    "delta": {
+        "cases": "delta_decode delta_drafted delta_ordered delta_ordered_drafted delta_prefill"
+    },
     "experts": {
         "grouped_linear": "grouped_gate_up grouped_down grouped_64_gate_up",
         "grouped_fp8": "grouped_fp8_gate_up grouped_fp8_down",

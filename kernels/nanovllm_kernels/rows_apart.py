@@ -50,6 +50,8 @@ def checks(device: torch.device) -> Iterator[Check]:
     for each in heads:
         yield from attention(each, 1500 if is_gpu else 70, device)
     yield latent(*(16, 576, 700) if is_gpu else (4, 72, 70), device=device)
+    yield per_head(*(16, 128, 512, 700) if is_gpu else (3, 24, 40, 70), device=device)
+    yield delta((4, 8, 128, 128) if is_gpu else (1, 2, 16, 16), 150 if is_gpu else 40, device)
     yield from experts(*(1024, 64, 768, 2048) if is_gpu else (70, 8, 40, 72), device=device)
     if is_gpu:
         yield from (check for shape in WEIGHTS for check in linear(*shape, device))
@@ -147,6 +149,52 @@ def latent(heads: int, size: int, num_tokens: int, device: torch.device) -> Chec
         return o_THX
 
     return Check("latent_decode", f"{num_tokens} tokens of {heads} x {size}", num_tokens, run)
+
+
+def per_head(heads: int, width: int, size: int, num_tokens: int, device: torch.device) -> Check:
+    """Return the products of heads with matrices of their own, as of absorbed latent attention."""
+    from nanovllm_kernels.products.per_head import per_head
+
+    x_THD = normal(device, num_tokens, heads, width, dtype=torch.bfloat16)
+    weight_HDN = normal(device, heads, width, size, dtype=torch.bfloat16, seed=1)
+    case = f"{num_tokens} tokens of {heads} x {width} to {size}"
+    return Check("per_head", case, num_tokens, lambda part: per_head(x_THD[part], weight_HDN))
+
+
+def delta(sizes: tuple[int, int, int, int], num_tokens: int, device: torch.device) -> Check:
+    """Return a text of a recurrent layer: its first tokens in one chunk, then a part of it.
+
+    A part of one token is a decode row. Up to eight are a row with drafts, in steps that accept all
+    tokens but the last two.
+    """
+    from nanovllm_kernels.delta import ordered
+    from nanovllm_kernels.delta.cases import DeltaLayer, inputs
+
+    layer = DeltaLayer(*sizes)
+    given = inputs(layer, (num_tokens,), (0,), device)
+    tokens, (weights, conv_NCW, recurrent_NHKV, slots_R) = given[:4], given[4:8]
+    kept_NWX, replays_R, tickets_RG = given[9:]
+
+    def run(part: slice) -> Tensor:
+        states = weights, conv_NCW.clone(), recurrent_NHKV.clone(), slots_R
+        for chunk in (slice(0, part.start), part):
+            own, count = [each[chunk] for each in tokens], chunk.stop - chunk.start
+            starts_R1 = torch.tensor([0, count], dtype=torch.int32, device=device)
+            if count == 1:
+                found = ordered.mix_decodes(*own, *states, tickets_RG)
+            elif 2 < count <= kept_NWX.shape[1]:
+                rest = kept_NWX.clone(), torch.zeros_like(replays_R), tickets_RG
+                found = ordered.mix_drafted(*own, *states, starts_R1, *rest)
+                last = [each[-2:] for each in own]  # as rejected drafts and their corrections
+                rest = rest[0], torch.full_like(replays_R, count - 2), tickets_RG
+                starts_R1 = torch.full_like(starts_R1, 2) * torch.arange(2, device=device)
+                again = ordered.mix_drafted(*last, *states, starts_R1.int(), *rest)
+                found = torch.cat([found[:-2], again])
+            else:
+                found = ordered.mix_rows(*own, *states, starts_R1)
+        return found
+
+    return Check("delta", f"{num_tokens} tokens GHKV={sizes}", num_tokens, run)
 
 
 def experts(

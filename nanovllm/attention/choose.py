@@ -88,11 +88,6 @@ def invariant_backend(
     for name in ("attention", "decode"):
         if (asked := getattr(kernels, name)) != "auto":
             raise ConfigError(f"kernels.{name} is {asked}, but kernels.invariant needs auto")
-    if layout.state is not None:
-        raise ConfigError(
-            "kernels.invariant is true, but on a GPU the gated delta rule of recurrent layers "
-            "depends on chunks; use device cpu"
-        )
     page_tokens = like.k_PSGA.shape[1]
     if (reason := resolve(BACKENDS, "triton").supports(device, layout, page_tokens)) is not None:
         raise ConfigError(f"kernels.invariant is true, but {reason}")

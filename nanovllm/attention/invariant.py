@@ -48,10 +48,14 @@ class InvariantGpu:
         from nanovllm_kernels.attention import latent_decode, paged_decode  # imports Triton
 
         if self.kind == "latent":
+            from nanovllm_kernels.products.per_head import per_head
+
             from nanovllm.attention.latent_rows import bind_latents
 
             page_tokens, whole = self.like.k_PSGA.shape[1], latent_decode.WHOLE_ROWS
-            return bind_latents(batch, page_tokens, whole, expands=False, portable=whole)
+            return bind_latents(
+                batch, page_tokens, whole, expands=False, portable=whole, per_head=per_head
+            )
         from nanovllm.attention.paged import bind_rows
 
         whole = paged_decode.WHOLE_ROWS

@@ -12,7 +12,7 @@ length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -32,6 +32,15 @@ PIECE = 4096  # cached tokens that are expanded at once: 0.35 GB with 128 heads
 GROUP = 16  # tokens of an absorbed chunk that are treated as one decode row
 MOST_ABSORBED = 1024  # maximum absorbed chunk tokens of a step: 256 MB with 128 heads
 SLOWER = 2  # cost of an absorbed operation relative to an expanded one
+PerHead = Callable[..., Tensor]  # (x_THD, weight_HDN, out_THN=None): each head times its own matrix
+
+
+def by_library(x_THD: Tensor, weight_HDN: Tensor, out_THN: Tensor | None = None) -> Tensor:
+    """Multiply each head by a matrix of its own. Return out_THN, if given."""
+    if out_THN is None:
+        return torch.bmm(x_THD.transpose(0, 1), weight_HDN).transpose(0, 1)
+    torch.bmm(x_THD.transpose(0, 1), weight_HDN, out=out_THN.transpose(0, 1))
+    return out_THN
 
 
 def bind_latents(
@@ -41,11 +50,12 @@ def bind_latents(
     *,
     expands: bool,
     portable: DecodeKernel | None = None,
+    per_head: PerHead = by_library,
 ) -> Attend:
     """Bind a step's rows.
 
     `expands` is True if flash-attn-4 is available. `portable` (None: Triton's) takes absorbed
-    chunks.
+    chunks. `per_head` multiplies by the heads' matrices in the absorbed form.
     """
     at = batch.num_decode_tokens
     rows = batch.decodes()
@@ -55,10 +65,18 @@ def bind_latents(
         lengths_R=rows.lengths_R,
         starts_R1=rows.starts_R1 if batch.decode_width > 1 else None,
         width=batch.decode_width,
+        per_head=per_head,
     )
     if batch.num_decodes == len(batch.lengths_R):
         return decode
-    chunks = Chunks(batch.chunks(), page_tokens, at, portable or TRITON_DECODE, expands=expands)
+    chunks = Chunks(
+        batch.chunks(),
+        page_tokens,
+        at,
+        portable or TRITON_DECODE,
+        expands=expands,
+        per_head=per_head,
+    )
     return DecodeAndChunks(decode, chunks, at) if at else chunks
 
 
@@ -71,6 +89,7 @@ class Absorbed:
     lengths_R: Tensor
     starts_R1: Tensor | None  # None if every row has one token
     width: int
+    per_head: PerHead = by_library
     plan: Any = None  # made in the first layer's call; all layers are alike
 
     def __call__(self, cache: Latents, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
@@ -78,9 +97,8 @@ class Absorbed:
         if self.plan is None:
             self.kernel = self.fitting(cache, q_THA)
             self.plan = self.kernel.plan(self.lengths_R, pages, num_heads, self.width)
-        q_HTX = torch.bmm(q_THA[..., :size].transpose(0, 1), cache.key_HAX)
         o_THX = self.kernel.attend(
-            q_HTX.transpose(0, 1),
+            self.per_head(q_THA[..., :size], cache.key_HAX),
             q_THA[..., size:],
             pages_PSX=pages,
             page_table_RM=self.page_table_RM,
@@ -92,8 +110,7 @@ class Absorbed:
         )
         if out_THA is None:
             out_THA = q_THA.new_empty(*q_THA.shape[:2], cache.width)
-        into(out_THA, o_THX.transpose(0, 1), cache.value_HAX)
-        return out_THA
+        return self.per_head(o_THX, cache.value_HAX.mT, out_THA)
 
     def fitting(self, cache: Latents, q_THA: Tensor) -> DecodeKernel:
         """Return the kernel, or the portable one if it does not support these heads or rows."""
@@ -110,19 +127,21 @@ class Absorbed:
         return self.kernel if fits else TRITON_DECODE
 
 
-def into(out_THA: Tensor, x_HTX: Tensor, matrix_HAX: Tensor) -> None:
-    """Multiply by each head's matrix and write the result to that head's part of out_THA."""
-    torch.bmm(x_HTX, matrix_HAX.mT, out=out_THA.transpose(0, 1))
-
-
 class Chunks:
     """Prompt chunks, whose tokens begin at index `at`. Earlier rows of q_THA are not read."""
 
     def __init__(
-        self, batch: Batch, page_tokens: int, at: int, kernel: DecodeKernel, *, expands: bool
+        self,
+        batch: Batch,
+        page_tokens: int,
+        at: int,
+        kernel: DecodeKernel,
+        *,
+        expands: bool,
+        per_head: PerHead = by_library,
     ) -> None:
         self.batch, self.page_tokens, self.at, self.expands = batch, page_tokens, at, expands
-        self.kernel = kernel
+        self.kernel, self.per_head = kernel, per_head
         self.way: Attend | None = None
 
     def __call__(self, cache: Latents, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
@@ -132,7 +151,7 @@ class Chunks:
             if self.expands and expands_cheaper(self.batch, cache, q_THA):
                 self.way = Expanded(self.batch, self.at, self.page_tokens)
             else:
-                self.way = absorbed_chunks(self.batch, self.at, self.kernel)
+                self.way = absorbed_chunks(self.batch, self.at, self.kernel, self.per_head)
         self.way(cache, q_THA[self.at :], out_THA[self.at :])
         return out_THA
 
@@ -155,7 +174,9 @@ def expands_cheaper(batch: Batch, cache: Latents, q_THA: Tensor) -> bool:
     return expanded < absorbed or sum(new for _, new in rows) > MOST_ABSORBED
 
 
-def absorbed_chunks(batch: Batch, at: int, kernel: DecodeKernel) -> Absorbed:
+def absorbed_chunks(
+    batch: Batch, at: int, kernel: DecodeKernel, per_head: PerHead = by_library
+) -> Absorbed:
     """Return the absorbed form, with each chunk split into rows of up to GROUP tokens."""
     device, num_rows = batch.lengths_R.device, len(batch.lengths_R)
     known = [chunk.num_tokens for chunk in batch.planned] or [batch.max_new] * num_rows
@@ -175,6 +196,7 @@ def absorbed_chunks(batch: Batch, at: int, kernel: DecodeKernel) -> Absorbed:
         lengths_R=lengths,
         starts_R1=starts,
         width=GROUP,
+        per_head=per_head,
     )
 
 
@@ -245,8 +267,9 @@ def expanded(cache: Latents, slots_X: Tensor, q_THA: Tensor) -> tuple[Tensor, Te
     # The kernel multiplies the values of other rows by 0, so NaN in values would spread between
     # rows. NaN in keys still reaches the row's own result.
     finite_TX = latents_TX.nan_to_num(0.0, 0.0, 0.0)
-    into(k_TGA[..., :key], latents_TX.expand(num_heads, -1, -1), cache.key_HAX)
-    into(v_TGA, finite_TX.expand(num_heads, -1, -1), cache.value_HAX)
+    of_heads = (-1, num_heads, -1)
+    by_library(latents_TX[:, None].expand(of_heads), cache.key_HAX.mT, k_TGA[..., :key])
+    by_library(finite_TX[:, None].expand(of_heads), cache.value_HAX.mT, v_TGA)
     # Copy eight bytes at a time: torch's strided copy costs by elements, 175 us for 67 million.
     words = torch.int64 if (key | size | rank) * k_TGA.itemsize % 8 == 0 else k_TGA.dtype
     each = words.itemsize // k_TGA.itemsize

@@ -240,8 +240,7 @@ SERVERS: Table = {
                  "`auto` chooses every kernel; a recipe's `kernels` overrides it"),
         never("compilation-config optimization-level -O* -cc *torch-compile* jit-monitor-* "
               "performance-mode", "`auto` chooses every kernel, and graphs are captured"),
-        use("enable-deterministic-inference rl-on-policy-target", "--set kernels.invariant=true",
-            "on GPUs for Qwen3, Qwen3-MoE and Llama"),
+        use("enable-deterministic-inference rl-on-policy-target", "--set kernels.invariant=true"),
         use("device", "--device {NAME}", "auto, cuda or cpu"),
     ),
     "Speculative decoding": (

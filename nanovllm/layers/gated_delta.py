@@ -98,14 +98,17 @@ class GatedDeltaNet(Layer):
 
     def bind(self, states: DeltaStates) -> None:
         """Set the layer's states. Weights must be loaded."""
-        weights = DeltaWeights(
+        self.attend.bind(states, self.delta_weights)
+
+    @property
+    def delta_weights(self) -> DeltaWeights:
+        return DeltaWeights(
             conv_CW=self.conv[:, 0],
             a_log_H=self.a_log,
             dt_bias_H=self.dt_bias,
             norm_V=self.norm,
             eps=self.eps,
         )
-        self.attend.bind(states, weights)
 
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
         """Return the residual stream plus the block's result. May overwrite its input."""

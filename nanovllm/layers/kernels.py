@@ -72,11 +72,12 @@ IMPLEMENTATIONS = {
     },
     "tiled": {"fp8_linear": "nanovllm_kernels.products.dense_fp8:TILED_FP8"},
 }
-# On Hopper GPUs, for kernels.invariant, beside those of Triton and the library.
+# For kernels.invariant, beside those of Triton and the library. All but delta are for Hopper GPUs.
 ORDERED = {
     "skinny_linear": "nanovllm_kernels.products.skinny_linear:ORDERED_LINEAR",
     "fp8_linear": "nanovllm_kernels.products.dense_fp8:TILED_FP8",
     "experts": "nanovllm_kernels.experts.grouped_linear:GROUPED",
+    "delta": "nanovllm.attention.delta_triton:ORDERED",
 }
 OPERATIONS = (*IMPLEMENTATIONS["torch"], *PRODUCTS)
 GPU = torch.device("cuda")
@@ -148,6 +149,7 @@ def invariant_gpu_ops(kernels: Kernels) -> Ops:
     names = [name for name in IMPLEMENTATIONS["triton"] if name != "experts"]
     chosen = {name: resolve(IMPLEMENTATIONS["triton"], name) for name in names}
     chosen["latent_store"] = resolve(LATENT_STORE, "triton")
+    chosen["delta"] = resolve(ORDERED, "delta")
     products: list[ProductKernel] = [Library(), Dequantised()]
     experts = resolve(IMPLEMENTATIONS["triton"], "experts")
     if obstacle(GPU) is None:

@@ -29,7 +29,7 @@ from nanovllm.parallel.places import num_ranks
 from nanovllm.runner.batch import BatchPrep, Slots, StepRows, decode_rows
 from nanovllm.runner.caches import make_caches, states_of
 from nanovllm.runner.graphs import graph_sizes, largest_graph, obstacles, piecewise_sizes
-from nanovllm.runner.invariance import check_known, check_products
+from nanovllm.runner.invariance import check_products, check_states
 from nanovllm.runner.precompile import compile_in_background, jobs_of
 from nanovllm.runner.resolved import Resolved, num_pages_that_fit, resolved
 from nanovllm.runner.room import check_room
@@ -62,6 +62,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
     torch.set_num_threads(cpu_threads(found.recipe, model) if device.type == "cpu" else 1)
     if found.recipe.kernels.invariant and device.type == "cuda":
         check_products(model, found.dtype)
+        check_states(model, found.dtype)
     loaded = time.perf_counter()
     log.info("sizing the cache, which compiles what the largest steps need")
     runner, recipe = with_caches(found, model, draft_model)
@@ -110,8 +111,6 @@ def load(config: Config, found: Resolved) -> tuple[Decoder, DraftModel | None]:
     check_room(found)
     use_folder(cache_dir())
     model = found.empty_model(found.device)
-    if found.recipe.kernels.invariant and found.device.type == "cuda":
-        check_known(model)
     draft_model = found.empty_draft_model(model, found.device)
     with compile_in_background([] if found.mesh.rank else jobs_of(found, model, draft_model)):
         fill(model, config)

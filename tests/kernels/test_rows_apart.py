@@ -19,20 +19,24 @@ CPU = torch.device("cpu")
 
 
 @in_interpreter
-@pytest.mark.parametrize("nth", range(6))
+@pytest.mark.parametrize("nth", range(8))
 def test_kernels_treat_rows_apart_in_the_interpreter(nth: int) -> None:
     checks: Iterator[Check] = rows_apart.row_kernels(20, 40, device=CPU)
     if nth == 4:
         checks = rows_apart.attention((4, 2, 32), 40, CPU)
     elif nth == 5:
         checks = iter([rows_apart.latent(4, 72, 40, device=CPU)])
+    elif nth == 6:
+        checks = iter([rows_apart.per_head(2, 24, 40, 70, device=CPU)])
+    elif nth == 7:
+        checks = iter([rows_apart.delta((1, 2, 16, 16), 30, CPU)])
     (check,) = [check for n, check in enumerate(checks) if n == nth or nth > 3]
     assert check.differing() == []
 
 
 @in_parent
 def test_kernels_in_the_interpreter() -> None:
-    passes(__file__, 6)
+    passes(__file__, 8)
 
 
 @in_parent

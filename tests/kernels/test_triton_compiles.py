@@ -174,6 +174,12 @@ OTHERS = {
             "rows=5 of 4 GH=(2, 2) KV=(16, 16) W=4 bfloat16",
             "rows=64 of 4 GH=(16, 32) KV=(128, 128) W=4 bfloat16 states bfloat16",
         ),
+        "delta_ordered": (
+            "rows=4 of 20 GH=(2, 2) KV=(16, 16) W=4 bfloat16",
+            "rows=64 of 1 GH=(16, 32) KV=(128, 128) W=4 bfloat16",
+        ),
+        "delta_ordered_drafted": ("rows=64 of 4 GH=(16, 32) KV=(128, 128) W=4 bfloat16",),
+        "per_head": ("T=70 H=3 D=80 N=20 float32", "T=64 H=128 D=128 N=512 bfloat16"),
         "delta_prefill": (
             "rows=5 of 149 GH=(2, 2) KV=(16, 16) W=4 bfloat16",
             "rows=5 of 300 GH=(16, 32) KV=(128, 128) W=4 bfloat16 states bfloat16",

@@ -12,11 +12,12 @@ from nanovllm_kernels.experts.reference import EXPERTS, expert_down
 from torch import Tensor
 from torch.nn import functional as F
 
+from nanovllm.attention.delta_kernels import TORCH
 from nanovllm.config import ConfigError, Kernels
 from nanovllm.layers.kernels import select_ops
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.products import preference
-from nanovllm.runner.invariance import check_known, check_products
+from nanovllm.runner.invariance import check_products, check_states
 from tests.models.steps import CPU, load
 from tests.models.tiny import CASES, make_tiny
 
@@ -62,17 +63,14 @@ def test_experts_that_split_their_inputs_are_named(tmp_path: Path) -> None:
         check(tmp_path, "qwen3_moe", ops)
 
 
-@pytest.mark.parametrize(("case", "is_known"), [("qwen3_moe", True), ("minimax_m2", False)])
-def test_routers_in_float32_are_not_known_to_be_invariant(
-    case: str, is_known: bool, tmp_path: Path
-) -> None:
-    family, overrides = CASES[case]
-    make_tiny(tmp_path, family, **overrides)
-    model = load(tmp_path, dtype=torch.bfloat16)
-    if is_known:
-        check_known(model)
-        return
-    with pytest.raises(
-        ConfigError, match=r"the weight of layers\.0\.\S+ is float32, and on a GPU "
-    ):
-        check_known(model)
+def test_recurrent_layers_that_depend_on_chunks_are_named(tmp_path: Path) -> None:
+    def summed_in_pieces(*tensors: Tensor) -> Tensor:
+        x_THV = TORCH.rows(*tensors)
+        return x_THV * (1 + 2**-20) if len(x_THV) > 64 else x_THV
+
+    make_tiny(tmp_path, "qwen3_next", **CASES["qwen3_next"][1])
+    check_states(load(tmp_path, ops=INVARIANT), torch.float32)
+    ops = replace(INVARIANT, delta=TORCH._replace(rows=summed_in_pieces))
+    text = r"^kernels\.invariant is true, but layers\.0\.\S+ has other bits in one chunk than in "
+    with pytest.raises(ConfigError, match=text):
+        check_states(load(tmp_path, ops=ops), torch.float32)

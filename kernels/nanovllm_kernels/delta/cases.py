@@ -11,7 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
-from nanovllm_kernels.delta import decode as delta_decode, prefill as delta_prefill, reference
+from nanovllm_kernels.delta import (
+    decode as delta_decode,
+    ordered as delta_ordered,
+    prefill as delta_prefill,
+    reference,
+)
 from nanovllm_kernels.delta.reference import DeltaWeights
 
 Ints = tuple[int, ...]
@@ -109,6 +114,10 @@ PREFILL_CASES = [
     *(case(layer, lengths, None) for layer in (NEXT, RANK, SHORT) for lengths in PROMPTS),
     case(SMALL[-1], (1, 70), None),
 ]
+ORDERED_CASES = [
+    *(case(layer, (1, 20, 0, 5), None) for layer in SMALL[:8]),
+    *(case(NEXT, lengths, None) for lengths in ((1,) * 64, (1000,), (130,) * 63)),
+]
 # In 16 bits, queries, keys, values, outputs and norms are rounded, each perhaps to the neighbouring
 # number. In 32 bits, there are four consecutive sums of up to 128 terms. Where the terms cancel,
 # the norm magnifies the errors.
@@ -119,6 +128,15 @@ DELTA_DECODE = Kernel(
 )  # fmt: skip
 DELTA_DRAFTED = Kernel(
     "delta_drafted", delta_decode.mix_drafted, reference.mix_drafted, (*DRAFTED_CASES,), 8, 256,
+    scale=mixed_size, outputs=outputs,
+)  # fmt: skip
+DELTA_ORDERED = Kernel(
+    "delta_ordered", delta_ordered.mix_rows, reference.mix_rows, (*ORDERED_CASES,), 8, 256,
+    scale=mixed_size, outputs=outputs,
+)  # fmt: skip
+DELTA_ORDERED_DRAFTED = Kernel(
+    "delta_ordered_drafted", delta_ordered.mix_drafted, reference.mix_drafted,
+    (*(case(layer, *FEW) for layer in SMALL[:8]), case(NEXT, (4,) * 64, (2,) * 64)), 8, 256,
     scale=mixed_size, outputs=outputs,
 )  # fmt: skip
 # Here the matrices u and w of a piece and copies of the state are rounded, too.

@@ -51,19 +51,15 @@ class Router(Linear):
             self.register_buffer("parts_IED", parts_IED, persistent=False)
 
     def _choose(self, num_rows: int) -> Implementation:
-        if num_rows >= LEAST_ROWS and self.weight.device.type != "cpu":
+        has_parts = num_rows >= LEAST_ROWS or self.ops.invariant
+        if has_parts and self.weight.device.type != "cpu":
             return Implementation("parts", lambda x_TD, _: by_parts(x_TD, self.parts_IED))
         multiply = self.ops.multiply
         return Implementation("library", lambda x, weight: multiply(x.to(weight.dtype), weight))
 
-    @property
-    def has_parts(self) -> bool:
-        """True if the weight is float32 in a model of 16 bits."""
-        return "parts_IED" in self._buffers
-
     def after_load(self) -> None:
         """Compute the parts. There may be fewer than MOST_PARTS."""
-        if self.has_parts:
+        if "parts_IED" in self._buffers:  # a float32 weight in a model of 16 bits
             self.parts_IED = bfloat16_parts(self.weight)
 
 
