@@ -86,6 +86,9 @@ DRIVEN_BY = {
         nanovllm/sched/planner.py nanovllm/sched/queue.py nanovllm/sched/request.py
         nanovllm/sched/scheduler.py""",
     "tests/paper/test_sharing.py": "nanovllm/kv/keys.py",
+    "tests/kv/disk/test_store_faults.py": """
+        nanovllm/kv/disk/folder.py nanovllm/kv/disk/format.py nanovllm/kv/disk/health.py
+        nanovllm/kv/disk/index.py nanovllm/kv/disk/limits.py nanovllm/kv/disk/transfers.py""",
     "tests/runner/test_room.py": "nanovllm/kv/layout.py",
     "tests/sampling/test_sampler.py": """
         nanovllm/sampling/__init__.py nanovllm/sampling/allowed_tokens.py

@@ -1,0 +1,118 @@
+"""Rates of the disk tier beside those of plain writes and reads of the same files.
+
+    python -m tests.load.disk_tier DIR --gib 4 --mib 18
+
+Writes and reads pages of `--mib` MiB, `--gib` GiB in total, through the store and by pwrite and
+preadv of one thread and of as many threads as the store has. Prints GB/s. Without direct I/O the
+system's page cache takes part in all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import mmap
+import os
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from nanovllm.kv.disk.format import PageOwner, file_bytes
+from nanovllm.kv.disk.limits import DiskLimits
+from nanovllm.kv.disk.store import DiskStore
+
+log = logging.getLogger("disk_tier")
+
+
+def store_rates(folder: Path, pages: int, limits: DiskLimits) -> tuple[float, float, bool]:
+    """Return bytes per second of writes and of reads through the store, and `is_direct`."""
+    store = DiskStore(folder, PageOwner(b"", "", b"", 0), limits, lambda: None)
+    store.scanned.wait()
+    length = limits.payload_bytes
+    sources = [memoryview(mmap.mmap(-1, length)) for _ in range(8)]
+    for source in sources:
+        source[:] = os.urandom(length)
+    began = time.perf_counter()
+    for number in range(pages):
+        while store.write(b"%d" % number, sources[number % 8]) is None:
+            store.wait(0.01)
+            store.poll()
+    while store.counters().written < pages:
+        time.sleep(0.001)
+    wrote = pages * length / (time.perf_counter() - began)
+    store.poll()
+    began = time.perf_counter()
+    into = [memoryview(mmap.mmap(-1, length)) for _ in range(8)]
+    tickets = {store.read(b"%d" % number, into[number % 8]) for number in range(pages)}
+    while tickets:
+        store.wait()
+        for ticket, ok in store.poll():
+            assert ok, store.faults()
+            tickets.discard(ticket)
+    read = pages * length / (time.perf_counter() - began)
+    store.close()
+    return wrote, read, store.is_direct
+
+
+def plain_rate(folder: Path, work: Callable[[int, memoryview], int], own: tuple[int, int, int],
+               flags: int) -> float:  # fmt: skip
+    """Return bytes per second of `work` on plain files. `own` is (threads, pages, length)."""
+    threads, pages, length = own
+
+    def of_thread(first: int) -> None:
+        buffer = memoryview(mmap.mmap(-1, length))
+        buffer[:] = b"x" * length
+        for number in range(first, pages, threads):
+            fd = os.open(folder / f"plain{number}", os.O_RDWR | os.O_CREAT | flags, 0o600)
+            assert work(fd, buffer) == length
+            os.close(fd)
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        [*pool.map(of_thread, range(threads))]
+    return pages * length / (time.perf_counter() - began)
+
+
+def checksum_rate(length: int) -> float:
+    data = os.urandom(length)
+    began = time.perf_counter()
+    for _ in range(5):
+        zlib.crc32(data)
+    return 5 * length / (time.perf_counter() - began)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--mib", type=float, default=18.0, help="size of a page")
+    parser.add_argument("--threads", type=int, default=4, help="of reads; half of them write")
+    asked = parser.parse_args()
+    length = int(asked.mib * 2**20)
+    pages = max(1, int(asked.gib * 2**30 / length))
+    with tempfile.TemporaryDirectory(dir=asked.folder) as made:
+        limits = DiskLimits(
+            payload_bytes=length, cap_bytes=(pages + 1) * file_bytes(length), slow_s=60.0,
+            read_threads=asked.threads, write_threads=max(1, asked.threads // 2),
+        )  # fmt: skip
+        wrote, read, is_direct = store_rates(Path(made), pages, limits)
+        log.info(f"{pages} pages of {asked.mib:g} MiB, direct I/O: {is_direct}")
+        log.info(f"CRC-32, one thread   {checksum_rate(length) / 1e9:6.2f} GB/s")
+        log.info(f"store                write {wrote / 1e9:6.2f}  read {read / 1e9:6.2f} GB/s")
+    flags = os.O_DIRECT if is_direct else 0
+    for threads in (1, asked.threads):
+        with tempfile.TemporaryDirectory(dir=asked.folder) as made:
+            own = threads, pages, file_bytes(length)
+            there = Path(made)
+            wrote = plain_rate(there, lambda fd, data: os.pwrite(fd, data, 0), own, flags)
+            read = plain_rate(there, lambda fd, data: os.preadv(fd, [data], 0), own, flags)
+            name = f"plain, {threads} threads"
+            log.info(f"{name:20} write {wrote / 1e9:6.2f}  read {read / 1e9:6.2f} GB/s")
+
+
+if __name__ == "__main__":
+    main()
