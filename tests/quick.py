@@ -28,6 +28,7 @@ QUICK = (
     "server/test_protocol.py", "server/test_served.py", "server/test_small_routes.py",
     "server/test_template.py", "server/test_tool_choice.py", "server/test_unsupported.py",
     "spec/",
+    "transfer/",
     "test_config_model.py", "test_config_names.py", "test_config_schedule.py", "test_log.py",
     "test_named_by_tests.py", "test_quick.py", "test_shape_of_code.py", "test_shapes.py",
     "test_docstrings.py", "test_speculate.py", "test_tour.py",

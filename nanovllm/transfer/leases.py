@@ -1,0 +1,117 @@
+"""Leases of P: pages of finished prompts, held until D has read them or the lease has ended.
+
+    grant -> held -> finish (done, not wanted) -> pages return to the pool
+                  -> expired -> scan           -> pages return to the pool
+
+The law: pages return only after `is_held` has become False for their generation. D asks `is_held`
+after its read and uses the pages only if the answer is True. So no text is computed from pages that
+were reused during a read, although nothing can stop a read that is under way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+LEASE_S = 30.0
+HEARTBEAT_S = LEASE_S / 6
+MAX_LEASE_S = 600.0  # heartbeats do not extend a lease beyond this age
+
+End = Literal["done", "not wanted"]
+
+
+@dataclass(slots=True)
+class Lease:
+    """Pages of one request. Times are monotonic seconds."""
+
+    generation: int
+    request: str
+    pages: tuple[int, ...]
+    expires: float
+    last_end: float  # no heartbeat extends the lease beyond it
+
+
+class Leases:
+    """Leases by generation. Not thread-safe: the engine's loop is its only caller.
+
+    `counts` has the numbers of leases that were granted and that ended, by the way they ended, and
+    of messages about leases that had already ended (`late`).
+    """
+
+    def __init__(
+        self, lease_s: float = LEASE_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._lease_s = lease_s
+        self._clock = clock
+        self._leases: dict[int, Lease] = {}
+        self._latest = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    @property
+    def num_pages(self) -> int:
+        """Number of held pages; a page that several requests share is counted for each."""
+        return sum(len(lease.pages) for lease in self._leases.values())
+
+    def grant(self, request: str, pages: Iterable[int]) -> int:
+        """Hold pages for a reader, and return the generation, which is never used again."""
+        now = self._clock()
+        self._latest += 1
+        self._leases[self._latest] = Lease(
+            generation=self._latest,
+            request=request,
+            pages=tuple(pages),
+            expires=now + self._lease_s,
+            last_end=now + MAX_LEASE_S,
+        )
+        self.counts["granted"] += 1
+        return self._latest
+
+    def is_held(self, generation: int) -> bool:
+        """Return True if the pages of this generation have not returned to the pool."""
+        lease = self._leases.get(generation)
+        return lease is not None and self._clock() < lease.expires
+
+    def extend(self, generations: Iterable[int]) -> list[int]:
+        """Extend leases after a heartbeat. Return those that have ended, for the sender."""
+        now = self._clock()
+        ended = []
+        for generation in generations:
+            if self.is_held(generation):
+                lease = self._leases[generation]
+                lease.expires = max(lease.expires, min(now + self._lease_s, lease.last_end))
+            else:
+                ended.append(generation)
+        return ended
+
+    def finish(self, generation: int, end: End) -> Lease | None:
+        """End a lease on a message of its reader. Return it; its pages go to the pool.
+
+        Return None if it has ended already. An expired lease is left to `scan`.
+        """
+        if not self.is_held(generation):
+            self.counts["late"] += 1
+            return None
+        self.counts[end] += 1
+        return self._leases.pop(generation)
+
+    def scan(self) -> list[Lease]:
+        """End all expired leases and return them; their pages go to the pool.
+
+        Each call looks at all leases: extended ones are not in the order of their end.
+        """
+        now = self._clock()
+        expired = [lease for lease in self._leases.values() if now >= lease.expires]
+        for lease in expired:
+            del self._leases[lease.generation]
+        self.counts["expired"] += len(expired)
+        return expired
+
+    def next_scan(self) -> float | None:
+        """Return the monotonic time of the next `scan`; None without leases."""
+        return min((lease.expires for lease in self._leases.values()), default=None)
