@@ -90,6 +90,9 @@ DRIVEN_BY = {
         nanovllm/kv/disk/folder.py nanovllm/kv/disk/format.py nanovllm/kv/disk/health.py
         nanovllm/kv/disk/index.py nanovllm/kv/disk/limits.py nanovllm/kv/disk/transfers.py""",
     "tests/runner/test_room.py": "nanovllm/kv/layout.py",
+    "tests/transfer/test_page_client.py": """
+        nanovllm/transfer/fetches.py nanovllm/transfer/messages.py
+        nanovllm/transfer/page_server.py nanovllm/transfer/sealed.py""",
     "tests/sampling/test_sampler.py": """
         nanovllm/sampling/__init__.py nanovllm/sampling/allowed_tokens.py
         nanovllm/sampling/bad_words.py nanovllm/sampling/base.py

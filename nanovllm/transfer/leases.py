@@ -3,13 +3,14 @@
     grant -> held -> finish (done, not wanted) -> pages return to the pool
                   -> expired -> scan           -> pages return to the pool
 
-The law: pages return only after `is_held` has become False for their generation. D asks `is_held`
-after its read and uses the pages only if the answer is True. So no text is computed from pages that
-were reused during a read, although nothing can stop a read that is under way.
+The law: pages return only after `is_held` has become False for their generation. D requests
+`is_held` after its read and uses the pages only if the answer is True. So no text is computed from
+pages that were reused during a read, although nothing can stop a read that is under way.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -35,10 +36,10 @@ class Lease:
 
 
 class Leases:
-    """Leases by generation. Not thread-safe: the engine's loop is its only caller.
+    """Leases by generation. All methods may be called from any thread.
 
-    `counts` has the numbers of leases that were granted and that ended, by the way they ended, and
-    of messages about leases that had already ended (`late`).
+    `counts` has the numbers of leases granted, of leases by their end, and of messages about leases
+    that had already ended (`late`).
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Leases:
         self._clock = clock
         self._leases: dict[int, Lease] = {}
         self._latest = 0
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -56,37 +58,45 @@ class Leases:
     @property
     def num_pages(self) -> int:
         """Number of held pages; a page that several requests share is counted for each."""
-        return sum(len(lease.pages) for lease in self._leases.values())
+        with self._lock:
+            return sum(len(lease.pages) for lease in self._leases.values())
 
     def grant(self, request: str, pages: Iterable[int]) -> int:
         """Hold pages for a reader, and return the generation, which is never used again."""
         now = self._clock()
-        self._latest += 1
-        self._leases[self._latest] = Lease(
-            generation=self._latest,
-            request=request,
-            pages=tuple(pages),
-            expires=now + self._lease_s,
-            last_end=now + MAX_LEASE_S,
-        )
-        self.counts["granted"] += 1
-        return self._latest
+        with self._lock:
+            self._latest += 1
+            self._leases[self._latest] = Lease(
+                generation=self._latest,
+                request=request,
+                pages=tuple(pages),
+                expires=now + self._lease_s,
+                last_end=now + MAX_LEASE_S,
+            )
+            self.counts["granted"] += 1
+            return self._latest
 
     def is_held(self, generation: int) -> bool:
         """Return True if the pages of this generation have not returned to the pool."""
-        lease = self._leases.get(generation)
-        return lease is not None and self._clock() < lease.expires
+        return self.pages_of(generation) is not None
+
+    def pages_of(self, generation: int) -> tuple[int, ...] | None:
+        """Return the pages of a lease, or None if it has ended."""
+        with self._lock:
+            lease = self._held(generation)
+            return None if lease is None else lease.pages
 
     def extend(self, generations: Iterable[int]) -> list[int]:
         """Extend leases after a heartbeat. Return those that have ended, for the sender."""
-        now = self._clock()
         ended = []
-        for generation in generations:
-            if self.is_held(generation):
-                lease = self._leases[generation]
-                lease.expires = max(lease.expires, min(now + self._lease_s, lease.last_end))
-            else:
-                ended.append(generation)
+        with self._lock:
+            until = self._clock() + self._lease_s
+            for generation in generations:
+                lease = self._held(generation)
+                if lease is None:
+                    ended.append(generation)
+                else:
+                    lease.expires = max(lease.expires, min(until, lease.last_end))
         return ended
 
     def finish(self, generation: int, end: End) -> Lease | None:
@@ -94,24 +104,32 @@ class Leases:
 
         Return None if it has ended already. An expired lease is left to `scan`.
         """
-        if not self.is_held(generation):
-            self.counts["late"] += 1
-            return None
-        self.counts[end] += 1
-        return self._leases.pop(generation)
+        with self._lock:
+            lease = self._held(generation)
+            if lease is None:
+                self.counts["late"] += 1
+                return None
+            self.counts[end] += 1
+            return self._leases.pop(generation)
 
     def scan(self) -> list[Lease]:
         """End all expired leases and return them; their pages go to the pool.
 
         Each call looks at all leases: extended ones are not in the order of their end.
         """
-        now = self._clock()
-        expired = [lease for lease in self._leases.values() if now >= lease.expires]
-        for lease in expired:
-            del self._leases[lease.generation]
-        self.counts["expired"] += len(expired)
-        return expired
+        with self._lock:
+            now = self._clock()
+            expired = [lease for lease in self._leases.values() if now >= lease.expires]
+            for lease in expired:
+                del self._leases[lease.generation]
+            self.counts["expired"] += len(expired)
+            return expired
 
     def next_scan(self) -> float | None:
         """Return the monotonic time of the next `scan`; None without leases."""
-        return min((lease.expires for lease in self._leases.values()), default=None)
+        with self._lock:
+            return min((lease.expires for lease in self._leases.values()), default=None)
+
+    def _held(self, generation: int) -> Lease | None:
+        lease = self._leases.get(generation)
+        return lease if lease is not None and self._clock() < lease.expires else None

@@ -66,12 +66,7 @@ class TicketKey:
 
     def __init__(self, secret: str) -> None:
         """Derive the key. Raise ConfigError if the secret is too short."""
-        if len(secret) < MIN_SECRET:
-            raise ConfigError(
-                f"transfer.secret (or {ENVIRONMENT}) has {len(secret)} characters; use at least "
-                f"{MIN_SECRET} random ones, the same on all peers: `openssl rand -hex 32`"
-            )
-        self._key = sha256(SCOPE + secret.encode()).digest()
+        self._key = derived_key(secret, SCOPE)
 
     def sign(self, ticket: Ticket) -> str:
         """Return the text of a ticket."""
@@ -124,6 +119,16 @@ def _decoded(body: bytes) -> Ticket:
     except (msgspec.DecodeError, UnicodeDecodeError):
         said = "the ticket has other fields than this release uses: use one release"
         raise TicketError("version", said) from None
+
+
+def derived_key(secret: str, scope: bytes) -> bytes:
+    """Return a key for one use of the secret. Raise ConfigError if the secret is too short."""
+    if len(secret) < MIN_SECRET:
+        raise ConfigError(
+            f"transfer.secret (or {ENVIRONMENT}) has {len(secret)} characters; use at least "
+            f"{MIN_SECRET} random ones, the same on all peers: `openssl rand -hex 32`"
+        )
+    return sha256(scope + secret.encode()).digest()
 
 
 def secret_of(recipe: str | None, environment: Mapping[str, str]) -> str:

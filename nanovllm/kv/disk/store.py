@@ -296,8 +296,11 @@ class DiskStore:
         return True
 
     def _make_room(self, most: int) -> bool:
-        """Remove up to `most` files, the ones unused for longest first. Return True if all fit."""
-        for _ in range(most):
+        """Remove files until all fit, the ones unused for longest first.
+
+        Return False, and leave the rest to the next scan, after more than `most` files.
+        """
+        for _ in range(most + 1):
             oldest = self._index.take_oldest()
             if oldest is None:
                 return True

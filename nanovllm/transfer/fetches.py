@@ -1,0 +1,149 @@
+"""Loads of one request's pages from P: their states, and the results for D's engine.
+
+Life of a fetch: queued -> running -> done. The thread that reads from P copies a page only under
+the lock and only while the fetch is running. So `cancel` gives the buffers back at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from nanovllm.transfer.tickets import Ticket
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    number: int
+    ticket: Ticket
+    buffers: Sequence[memoryview]  # of the caller, one a page
+    state: Literal["queued", "running", "done"] = "queued"
+
+
+class Fetches:
+    """The fetches of one peer, in order. All methods may be called from any thread.
+
+    A fetch that is cancelled, or refused before it began, stays in the queue of `take`: P
+    receives a message that its lease is not wanted.
+    """
+
+    def __init__(self, results: FetchResults) -> None:
+        self._results = results
+        self._changed = threading.Condition()
+        self._queue: deque[Fetch] = deque()
+        self._running: Fetch | None = None
+        self.engine: str | None = None  # that the connection leads to
+        self._is_closed = False
+
+    def open(self, engine: str) -> None:
+        """Accept fetches from this engine. `fail_all` ends that."""
+        with self._changed:
+            self.engine = None if self._is_closed else engine
+
+    def add(self, fetch: Fetch) -> bool:
+        """Queue a fetch. Return False if the connection does not lead to its engine any more.
+
+        A ticket from before a restart of P must not meet a lease of the new engine.
+        """
+        with self._changed:
+            if self.engine != fetch.ticket.engine:
+                return False
+            self._queue.append(fetch)
+            self._changed.notify_all()
+            return True
+
+    def take(self, timeout_s: float) -> Fetch | None:
+        """Return the next fetch; None after `timeout_s`. It is running now, or done already."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._is_closed, timeout_s)
+            if not self._queue:
+                return None
+            fetch = self._queue.popleft()
+            if fetch.state == "queued":
+                fetch.state = "running"
+                self._running = fetch
+            return fetch
+
+    def generations(self) -> list[int]:
+        """Return the leases that are still wanted, for a heartbeat."""
+        with self._changed:
+            wanted = [*self._queue, *([self._running] if self._running else [])]
+            return [f.ticket.generation for f in wanted if f.state != "done"]
+
+    def copy(self, fetch: Fetch, place: int, data: memoryview) -> bool:
+        """Copy a page to the caller's buffer. Return False if the fetch is done."""
+        with self._changed:
+            if fetch.state != "running":
+                return False
+            into = np.frombuffer(fetch.buffers[place], np.uint8)
+            np.copyto(into, np.frombuffer(data, np.uint8))
+            return True
+
+    def is_running(self, fetch: Fetch) -> bool:
+        return fetch.state == "running"
+
+    def finish(self, fetch: Fetch, ok: bool) -> None:
+        """Give the buffers back with a result, unless that has been done."""
+        with self._changed:
+            is_new = fetch.state != "done"
+            fetch.state = "done"
+            if self._running is fetch:
+                self._running = None
+        if is_new:
+            self._results.put(fetch.number, ok)
+
+    def cancel(self, fetch: Fetch) -> None:
+        """Give the buffers back without a result."""
+        with self._changed:
+            fetch.state = "done"
+
+    def fail_all(self) -> None:
+        """End all fetches, since the connection is lost; their leases end by their expiry."""
+        with self._changed:
+            self.engine = None
+            fetches = [*self._queue, *([self._running] if self._running else [])]
+            self._queue.clear()
+        for fetch in fetches:
+            self.finish(fetch, False)
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self.fail_all()
+
+
+class FetchResults:
+    """Results of the fetches of all peers. `wake` is called when `poll` has new ones."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._changed = threading.Condition()
+        self._results: list[tuple[int, bool]] = []
+
+    def put(self, number: int, ok: bool) -> None:
+        with self._changed:
+            self._results.append((number, ok))
+            is_first = len(self._results) == 1
+            self._changed.notify_all()
+        if is_first:
+            self._wake()
+
+    def poll(self) -> list[tuple[int, bool]]:
+        with self._changed:
+            results, self._results = self._results, []
+            return results
+
+    def discard(self, number: int) -> None:
+        with self._changed:
+            self._results = [result for result in self._results if result[0] != number]
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until `poll` has results. Return False after `timeout_s`."""
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: self._results, timeout_s))

@@ -1,0 +1,91 @@
+"""Messages between P and D on a sealed connection, in msgpack. Page bytes follow the messages."""
+
+from __future__ import annotations
+
+from typing import TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from nanovllm.transfer.leases import End
+from nanovllm.transfer.sealed import LENGTH, PeerError
+
+MAX_REQUEST = 1 << 18  # bytes of a message to P; a heartbeat for 20,000 leases has less
+MAX_HEADER = 1 << 20  # bytes of a message to D besides the page
+
+
+class EngineCard(Struct, frozen=True, tag="engine"):
+    """The first message of P: the engine that this connection leads to."""
+
+    engine: str  # new at each start
+    layout: bytes
+    identity: bytes
+    page_bytes: int
+
+
+class ReadPages(Struct, frozen=True, tag="read"):
+    """D wants pages `first` to `first + count - 1` of a lease.
+
+    P sends each as `PageBytes`, or one `EndedLeases`.
+
+    D cannot name a page of P's cache, only places in the list of the lease.
+    """
+
+    generation: int
+    first: int
+    count: int
+
+
+class PageBytes(Struct, frozen=True, tag="page"):
+    generation: int
+    place: int  # in the list of the lease
+
+
+class CheckLease(Struct, frozen=True, tag="check"):
+    """D has read all pages; P confirms with `LeaseAnswer` if the lease still holds."""
+
+    generation: int
+
+
+class LeaseAnswer(Struct, frozen=True, tag="checked"):
+    generation: int
+    is_held: bool
+
+
+class Heartbeat(Struct, frozen=True, tag="heartbeat"):
+    """D still wants these leases. P sends `EndedLeases`, also if none has ended."""
+
+    generations: list[int]
+
+
+class EndedLeases(Struct, frozen=True, tag="ended"):
+    generations: list[int]
+
+
+class FinishLease(Struct, frozen=True, tag="finish"):
+    """D needs the lease no more. There is no answer."""
+
+    generation: int
+    end: End
+
+
+ToP: TypeAlias = ReadPages | CheckLease | Heartbeat | FinishLease
+ToD: TypeAlias = EngineCard | PageBytes | LeaseAnswer | EndedLeases
+T = TypeVar("T")
+
+
+def encode(message: ToP | ToD) -> bytes:
+    """Return the start of a frame's body: the length of the message, and the message."""
+    body = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def decode(frame: memoryview, decoder: msgspec.msgpack.Decoder[T]) -> tuple[T, memoryview]:
+    """Return a message and the bytes that follow it. Raise PeerError if it is not readable."""
+    try:
+        end = LENGTH.size + LENGTH.unpack_from(frame)[0]
+        return decoder.decode(frame[LENGTH.size : end]), frame[end:]
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError, IndexError) as error:
+        raise PeerError("protocol", f"a message is not readable: {error}") from None
+    except Exception as error:  # struct.error has no other base
+        raise PeerError("protocol", f"a frame is too short: {error}") from None

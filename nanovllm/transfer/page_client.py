@@ -1,0 +1,243 @@
+"""D's end of the socket backend: reads pages from the peers of the recipe.
+
+Theory of operation:
+
+1. Each peer has a thread with one connection, on which it first names its engine. A ticket's engine
+   is looked up among these, so no address is ever taken from a request.
+2. A fetch requests WINDOW pages at a time. Each page is received into memory of the thread, its MAC
+   is checked, and then it is copied to the caller's buffer.
+3. After the last page P confirms that the lease still holds. Only then is the result True.
+4. Every fetch ends with one message to P: done, or not wanted. If the connection is lost, the
+   result is False, and the lease at P ends by its expiry.
+5. A peer that is silent for `silence_s` is given up, since a frozen one gives no error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from nanovllm.transfer.fetches import Fetch, Fetches, FetchResults
+from nanovllm.transfer.leases import HEARTBEAT_S, End
+from nanovllm.transfer.messages import (
+    MAX_HEADER,
+    CheckLease,
+    EndedLeases,
+    EngineCard,
+    FinishLease,
+    Heartbeat,
+    LeaseAnswer,
+    PageBytes,
+    ReadPages,
+    ToD,
+    decode,
+    encode,
+)
+from nanovllm.transfer.sealed import PeerError, SealedConnection
+from nanovllm.transfer.tickets import Ticket
+
+WINDOW = 4  # pages that are requested at once
+RETRY_S, MAX_RETRY_S = 0.5, 30.0  # pauses between connections
+log = logging.getLogger("transfer")
+M = TypeVar("M", bound=Struct)
+
+
+class ReaderLimits(Struct, frozen=True, kw_only=True):
+    layout: bytes  # D's own, which P's must equal
+    identity: bytes
+    page_bytes: int
+    silence_s: float = 5.0
+    heartbeat_s: float = HEARTBEAT_S
+
+
+class PageClient:
+    """Connections to all peers. Methods may be called from any thread, and wait for nothing.
+
+    `counts` has the numbers of pages and fetches by result.
+    """
+
+    def __init__(
+        self,
+        peers: Sequence[tuple[str, int]],
+        secret: str,
+        limits: ReaderLimits,
+        wake: Callable[[], None],
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._page_bytes = limits.page_bytes
+        self._results = FetchResults(wake)
+        self._numbers = itertools.count(1)
+        self._open: dict[int, tuple[PeerReader, Fetch]] = {}
+        self._peers = [PeerReader(peer, secret, limits, self._results) for peer in peers]
+
+    def reads_from(self, engine: str) -> bool:
+        """Return True if there is a connection to this engine."""
+        return self._peer_of(engine) is not None
+
+    def fetch(self, ticket: Ticket, buffers: Sequence[memoryview]) -> int:
+        """Read the ticket's pages into buffers of `page_bytes` each. Return a number for `poll`.
+
+        The buffers must stay valid until the number is polled or cancelled. Their content is valid
+        only if the result is True.
+        """
+        number = next(self._numbers)
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        if len(views) != len(ticket.pages) or any(len(v) != self._page_bytes for v in views):
+            raise ValueError(f"{len(ticket.pages)} buffers of {self._page_bytes} bytes are needed")
+        peer = self._peer_of(ticket.engine)
+        fetch = Fetch(number, ticket, views)
+        if peer is not None:
+            self._open[number] = peer, fetch
+        if peer is None or not peer.fetches.add(fetch):
+            self._results.put(number, False)
+        return number
+
+    def decline(self, ticket: Ticket) -> None:
+        """Let P release the pages of a ticket, without reading any."""
+        peer = self._peer_of(ticket.engine)
+        if peer is not None:
+            peer.fetches.add(Fetch(0, ticket, (), state="done"))
+
+    def cancel(self, number: int) -> None:
+        """Give the buffers back at once. The number is not polled, and P releases the pages."""
+        if number in self._open:
+            peer, fetch = self._open.pop(number)
+            peer.fetches.cancel(fetch)
+        self._results.discard(number)
+
+    def poll(self) -> list[tuple[int, bool]]:
+        """Return (number, ok) of fetches that have ended since the last call."""
+        results = self._results.poll()
+        for number, ok in results:
+            self._open.pop(number, None)
+            self.counts["fetched" if ok else "failed"] += 1
+        return results
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until `poll` has results. Return False after `timeout_s`."""
+        return self._results.wait(timeout_s)
+
+    def close(self) -> None:
+        for peer in self._peers:
+            peer.close()
+
+    def _peer_of(self, engine: str) -> PeerReader | None:
+        return next((peer for peer in self._peers if peer.fetches.engine == engine), None)
+
+
+class PeerReader:
+    """One peer: its thread, its connection, and the fetches from it."""
+
+    def __init__(
+        self, address: tuple[str, int], secret: str, limits: ReaderLimits, results: FetchResults
+    ) -> None:
+        self.fetches = Fetches(results)
+        self._address = address
+        self._secret = secret
+        self._limits = limits
+        self._decoder = msgspec.msgpack.Decoder[ToD](ToD)
+        self._frame = memoryview(bytearray(MAX_HEADER + limits.page_bytes))
+        self._sock: socket.socket | None = None
+        self._connection: SealedConnection
+        self._last_heartbeat = 0.0
+        self._closing = threading.Event()
+        threading.Thread(target=self._run, name="transfer-read", daemon=True).start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self.fetches.close()
+        if (sock := self._sock) is not None:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        """Connect, and again after each fault. Log the first fault only, until a connection."""
+        pause, is_logged = RETRY_S, False
+        while not self._closing.is_set():
+            try:
+                with socket.create_connection(self._address, self._limits.silence_s) as sock:
+                    self._sock = sock
+                    self._open(sock)
+                    pause, is_logged = RETRY_S, False
+                    self._serve()
+            except (OSError, PeerError) as error:
+                if not is_logged and not self._closing.is_set():
+                    reason = str(error) or type(error).__name__
+                    log.warning("transfer.peers: no pages from %s:%d: %s", *self._address, reason)
+                is_logged = True
+            except Exception:
+                log.exception("the connection to %s failed", self._address)
+            finally:
+                self._sock = None
+                self.fetches.fail_all()
+            self._closing.wait(pause)
+            pause = min(2 * pause, MAX_RETRY_S)
+
+    def _open(self, sock: socket.socket) -> None:
+        self._connection = SealedConnection.connect(sock, self._secret)
+        self._connection.wait_at_most(self._limits.silence_s)
+        card, _ = self._receive(EngineCard)
+        for name in ("identity", "layout", "page_bytes"):
+            if getattr(card, name) != getattr(self._limits, name):
+                raise PeerError(name, f"its {name} differs: serve the same model and recipe")
+        self.fetches.open(card.engine)
+        log.info("transfer.peers: %s:%d is engine %s", *self._address, card.engine)
+
+    def _serve(self) -> None:
+        while not self._closing.is_set():
+            fetch = self.fetches.take(self._limits.heartbeat_s)
+            if fetch is None:
+                self._beat()
+            elif self.fetches.is_running(fetch):
+                ok = self._fetch(fetch)
+                self._finish(fetch, "done" if ok else "not wanted")
+                self.fetches.finish(fetch, ok)
+            else:
+                self._finish(fetch, "not wanted")
+
+    def _fetch(self, fetch: Fetch) -> bool:
+        """Read all pages. Return False if the lease ended meanwhile, or the fetch was cancelled."""
+        generation, count = fetch.ticket.generation, len(fetch.buffers)
+        for first in range(0, count, WINDOW):
+            num_wanted = min(WINDOW, count - first)
+            self._connection.send(encode(ReadPages(generation, first, num_wanted)))
+            for place in range(first, first + num_wanted):
+                message, data = self._receive(PageBytes, EndedLeases)
+                if isinstance(message, EndedLeases):
+                    return False
+                if message != PageBytes(generation, place) or len(data) != self._limits.page_bytes:
+                    raise PeerError("protocol", "it sent another page")
+                self.fetches.copy(fetch, place, data)
+            if not self.fetches.is_running(fetch):
+                return False
+            if time.monotonic() - self._last_heartbeat > self._limits.heartbeat_s:
+                self._beat()
+        self._connection.send(encode(CheckLease(generation)))
+        checked, _ = self._receive(LeaseAnswer)
+        return checked == LeaseAnswer(generation, True)
+
+    def _beat(self) -> None:
+        """Extend the leases that are wanted, and notice if the peer is gone."""
+        self._last_heartbeat = time.monotonic()
+        self._connection.send(encode(Heartbeat(self.fetches.generations())))
+        self._receive(EndedLeases)
+
+    def _finish(self, fetch: Fetch, end: End) -> None:
+        self._connection.send(encode(FinishLease(fetch.ticket.generation, end)))
+
+    def _receive(self, *kinds: type[M]) -> tuple[M, memoryview]:
+        """Return the next message and its page. Raise PeerError if it is of another kind."""
+        message, data = decode(self._connection.receive(self._frame), self._decoder)
+        if not isinstance(message, kinds):
+            raise PeerError("protocol", f"it sent {type(message).__name__}")
+        return message, data

@@ -1,0 +1,172 @@
+"""P's end of the socket backend: serves pages of leases to authenticated peers."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import NamedTuple
+
+import msgspec
+
+from nanovllm.transfer.leases import Lease, Leases
+from nanovllm.transfer.messages import (
+    MAX_REQUEST,
+    CheckLease,
+    EndedLeases,
+    EngineCard,
+    FinishLease,
+    Heartbeat,
+    LeaseAnswer,
+    PageBytes,
+    ReadPages,
+    ToP,
+    decode,
+    encode,
+)
+from nanovllm.transfer.sealed import PeerError, SealedConnection
+
+MAX_CONNECTIONS = 64
+IDLE_S = 30.0  # D sends a heartbeat every 5 s
+log = logging.getLogger("transfer")
+
+
+class PageSource(NamedTuple):
+    """Access of the server to the engine. Both functions are called from threads of the server."""
+
+    page: Callable[[int], memoryview]  # bytes of a page, by its number
+    release: Callable[[Lease], None]  # a reader has finished: return the pages to the pool
+
+
+class PageServer:
+    """Listening socket with a thread per connection. A peer's fault ends its connection only.
+
+    `allowed` are the IP addresses that may connect; empty for all. `counts` has the numbers of
+    pages sent, and of refused connections by kind.
+    """
+
+    def __init__(
+        self,
+        listen: tuple[str, int],
+        secret: str,
+        card: EngineCard,
+        *,
+        leases: Leases,
+        source: PageSource,
+        allowed: Collection[str] = (),
+        silence_s: float = 5.0,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._secret = secret
+        self._card = card
+        self._leases = leases
+        self._source = source
+        self._allowed = frozenset(allowed)
+        self._silence_s = silence_s
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
+        self._listener = socket.create_server(listen, family=family, backlog=16)
+        threading.Thread(target=self._accept_all, name="transfer-accept", daemon=True).start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The address that is listened on, with the port that was chosen for port 0."""
+        host, port = self._listener.getsockname()[:2]
+        return host, port
+
+    def close(self) -> None:
+        """End all connections. Leases stay, and end by their expiry."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            for sock in self._connections:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def _accept_all(self) -> None:
+        while True:
+            try:
+                sock, address = self._listener.accept()
+            except OSError:
+                if self._listener.fileno() < 0:
+                    return
+                continue  # a connection that ended already, or no free file descriptor
+            host = address[0]
+            with self._lock:
+                is_full = len(self._connections) >= MAX_CONNECTIONS
+                if not is_full:
+                    self._connections.add(sock)
+            if is_full:
+                self._refuse(host, "full", f"there are {MAX_CONNECTIONS} connections")
+                sock.close()
+                continue
+            args = (sock, host)
+            threading.Thread(target=self._serve, args=args, name="transfer", daemon=True).start()
+
+    def _serve(self, sock: socket.socket, host: str) -> None:
+        try:
+            with sock:
+                if self._allowed and host not in self._allowed:
+                    raise PeerError("address", "its address is not one of transfer.peers")
+                connection = SealedConnection.accept(sock, self._secret)
+                self._answer_all(connection)
+        except PeerError as error:
+            self._refuse(host, error.kind, str(error))
+        except OSError as error:  # the peer left, or is silent
+            log.debug("the transfer connection of %s ended: %s", host, error)
+        except Exception:
+            log.exception("the transfer connection of %s failed", host)
+        finally:
+            with self._lock:
+                self._connections.discard(sock)
+
+    def _refuse(self, host: str, kind: str, reason: str) -> None:
+        with self._lock:
+            self.counts[f"refused_{kind}"] += 1
+            is_first = self.counts[f"refused_{kind}"] == 1
+        if is_first:
+            text = "a transfer connection of %s was refused: %s; further ones are not logged"
+            log.warning(text, host, reason)
+
+    def _answer_all(self, connection: SealedConnection) -> None:
+        decoder = msgspec.msgpack.Decoder[ToP](ToP)
+        buffer = memoryview(bytearray(MAX_REQUEST))
+        connection.wait_at_most(self._silence_s)
+        connection.send(encode(self._card))
+        while True:
+            connection.wait_at_most(IDLE_S)
+            message = decode(connection.receive(buffer), decoder)[0]
+            connection.wait_at_most(self._silence_s)
+            self._answer(connection, message)
+
+    def _answer(self, connection: SealedConnection, message: ToP) -> None:
+        match message:
+            case ReadPages():
+                self._send_pages(connection, message)
+            case CheckLease(generation):
+                held = self._leases.is_held(generation)
+                connection.send(encode(LeaseAnswer(generation, held)))
+            case Heartbeat(generations):
+                connection.send(encode(EndedLeases(self._leases.extend(generations))))
+            case FinishLease(generation, end):
+                lease = self._leases.finish(generation, end)
+                if lease is not None:
+                    self._source.release(lease)
+
+    def _send_pages(self, connection: SealedConnection, wanted: ReadPages) -> None:
+        generation, first, last = wanted.generation, wanted.first, wanted.first + wanted.count
+        pages = self._leases.pages_of(generation)
+        if pages is None:
+            connection.send(encode(EndedLeases([generation])))
+            return
+        if not 0 <= first < last <= len(pages):
+            raise PeerError("protocol", f"pages {first} to {last} of {len(pages)} were wanted")
+        for place in range(first, last):
+            data = self._source.page(pages[place])
+            connection.send(encode(PageBytes(generation, place)), data)
+            self.counts["pages"] += 1
