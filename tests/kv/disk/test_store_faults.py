@@ -330,16 +330,23 @@ def test_a_file_being_written_is_not_a_leftover(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     going, real = threading.Event(), os.pwrite
-    with opened(tmp_path) as one:
-        monkeypatch.setattr(os, "pwrite", lambda *a: going.wait(30) and real(*a))
+    with opened(tmp_path, limits(scan_s=0.001)) as one:
+
+        def pwrite(*args: object) -> object:
+            if threading.current_thread().name.startswith("disk-write"):
+                going.wait(30)
+            return real(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
         assert result(one, one.write(b"a", payload(b"a")) or 0)
         eventually(lambda: [p for p in files(tmp_path) if p.suffix == ".part"])
         (left,) = files(tmp_path)
         crashed = left.with_name(f"{left.name[:64]}.{'0' * 16}.part")
         crashed.write_bytes(b"")
-        threading.Timer(0.3, going.set).start()
-        with opened(tmp_path) as two:
+        with opened(tmp_path, limits(scan_s=0.001)) as two:
             eventually(lambda: not crashed.exists())
+            assert two.scanned.is_set()
+            going.set()
             eventually(lambda: one.holds(b"a"))
             eventually(lambda: two.holds(b"a"))
             assert get(two, b"a") == payload(b"a")
