@@ -88,10 +88,10 @@ DRIVEN_BY = {
     "tests/paper/test_sharing.py": "nanovllm/kv/keys.py",
     "tests/kv/disk/test_store_faults.py": """
         nanovllm/kv/disk/folder.py nanovllm/kv/disk/format.py nanovllm/kv/disk/health.py
-        nanovllm/kv/disk/index.py nanovllm/kv/disk/limits.py nanovllm/kv/disk/transfers.py""",
+        nanovllm/kv/disk/index.py nanovllm/kv/disk/limits.py""",
     "tests/runner/test_room.py": "nanovllm/kv/layout.py",
     "tests/transfer/test_page_client.py": """
-        nanovllm/transfer/fetches.py nanovllm/transfer/messages.py
+        nanovllm/transfer/messages.py
         nanovllm/transfer/page_server.py nanovllm/transfer/sealed.py""",
     "tests/sampling/test_sampler.py": """
         nanovllm/sampling/__init__.py nanovllm/sampling/allowed_tokens.py

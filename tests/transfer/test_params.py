@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nanovllm.transfer.params import TICKET, TransferParams, answer_params, parse_params
 from nanovllm.transfer.tickets import MAX_TEXT
@@ -24,7 +24,7 @@ OF_VLLM = {
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=8,
+    max_leaves=4,
 )
 
 
@@ -63,6 +63,7 @@ def test_wrong_types_are_named(value: object, field: str) -> None:
         parse_params(value)
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(st.text() | st.sampled_from(sorted(OF_VLLM)), json_values))
 def test_other_fields_are_ignored(extra: dict[str, object]) -> None:
     known = {"do_remote_decode", "do_remote_prefill", TICKET}
@@ -72,6 +73,7 @@ def test_other_fields_are_ignored(extra: dict[str, object]) -> None:
     assert parse_params({**others, **flags}) == TransferParams("decode", "t")
 
 
+@settings(max_examples=40)
 @given(json_values)
 def test_any_json_is_parsed_or_refused(value: object) -> None:
     try:
