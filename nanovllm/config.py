@@ -69,6 +69,8 @@ class Cache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     checkpoints: int | Auto = "auto"
     checkpoint_fraction: float = 0.25
     checkpoint_host_gib: float = 0.0
+    # Host memory per rank for pages that leave the device (kv/tiers.py); pinned on a GPU. 0: none.
+    host_gib: float = 0.0
     prefix: bool = True
 
 
@@ -309,6 +311,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "cache.checkpoints": (0, 1 << 20),
     "cache.checkpoint_fraction": (0, 0.9),
     "cache.checkpoint_host_gib": (0, 4096),
+    "cache.host_gib": (0, 4096),
     "schedule.slots": (1, 4096),
     "schedule.step_tokens": (1, 1 << 20),
     "schedule.mixed_step_tokens": (1, 1 << 20),

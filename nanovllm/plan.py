@@ -98,6 +98,36 @@ class StepPlan(Struct, frozen=True, array_like=True):
         return sum(chunk.num_tokens for chunk in self.chunks)
 
 
+class Copies(Struct, frozen=True, array_like=True):
+    """Whole pages to copy from the device to host memory, or back, as one transfer."""
+
+    ticket: int  # number of the transfer, greater than 0
+    pairs: list[tuple[int, int]]  # (from, to): a page and a host slot, or a host slot and a page
+
+
+class Moves(Struct, frozen=True, array_like=True):
+    """Transfers to start. They follow all plans that were launched before, and precede later ones.
+
+    The device does not wait for them. A later plan or transfer may use the pages and host slots of
+    a transfer only once its ticket has been in `ended`. On each rank, all work from then on is
+    ordered after the rank's own copies. Rank 0 thus decides alone when a transfer has ended.
+    """
+
+    ended: list[int]
+    stores: list[Copies]
+    loads: list[Copies]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """End of a transfer. Nothing reads or writes its pages and host slots any more."""
+
+    ticket: int
+    ok: bool = True  # False: the content of its targets is undefined
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class LanesPlan:
     """One step of all lanes (see sched/lanes.py): the plan of each.

@@ -145,6 +145,15 @@ class Stats(Struct, frozen=True, kw_only=True):
     grammar_cache_bytes: int = 0  # memory of the compiled grammars in the cache
     grammar_failures: dict[str, int] = {}  # by reason: "invalid", "timeout", "died", "busy"
     experts: ExpertLoad | None = None  # only of models with experts
+    # Cache tiers below the device (kv/tiers.py); empty if there are none. Gauges: "host.pages" and
+    # "host.pages_used" (of page_tokens tokens each), "host.page_bytes" (of one rank), "arriving"
+    # (requests that wait for a load), "host.queued" (pages to store), "host.loading" (pages in
+    # loads). Counters of tokens at admissions: "asked_tokens", "gpu.hit_tokens", "host.hit_tokens".
+    # Other counters: "host.stored", "host.loaded", "host.dropped" (pages that were not stored),
+    # "host.evicted" (pages), "host.failed" and "host.declined" (loads; the latter would cost more
+    # than computing). Of rank 0: "host.store_bytes", "host.load_bytes", and the time of the copies
+    # in seconds, "host.store_s" and "host.load_s". Further tiers use the same names.
+    tiers: dict[str, float] = {}
 
 
 class StepOutput(Struct, frozen=True, tag="out", array_like=True):

@@ -2,7 +2,8 @@
 
 Theory of operation, one step() with depth = 1:
 
-    1. scheduler.plan()       step N+1, while the device runs step N
+    0. scheduler.moved()      end transfers between tiers that the device reports
+    1. scheduler.plan()       step N+1, while the device runs step N; then start transfers
     2. executor.launch()      enqueue step N+1 after step N
     3. recent.planned()       note the plan for /debug/steps
     4. handle.wait()          the only wait: until the tokens of step N are on the host
@@ -15,7 +16,8 @@ Theory of operation, one step() with depth = 1:
     device   | step N                     | step N+1                               | step N+2 ...
 
 A step with masked rows has 4 to 8 of step N between 3 and its own sampling, since masks depend on
-all earlier tokens. Without a plan, all steps in flight are completed.
+all earlier tokens. Without a plan, all steps in flight are completed. If then only transfers are
+left, is_blocked is True until a message comes or a transfer ends.
 """
 
 from __future__ import annotations
@@ -106,11 +108,17 @@ class EngineLoop:
         self.recent = Recent(scheduler, executor, now)
         self.bubble_s = 0.0  # total time that the device waited for the host despite work
         self._in_flight: deque[InFlight] = deque()
+        self._has_plan = False  # whether the latest step had one
         self._was_idle = True
 
     @property
     def idle(self) -> bool:
         return not self._in_flight and not self.scheduler.has_work
+
+    @property
+    def is_blocked(self) -> bool:
+        """Return True if nothing can run before a message comes or a transfer ends."""
+        return not (self._in_flight or self._has_plan) and self.scheduler.num_moving > 0
 
     def handle(self, message: ToEngine) -> None:
         """Process a message. An exception while admitting a request fails only that request."""
@@ -153,7 +161,13 @@ class EngineLoop:
         self.clock.skip()
         if self.pace is not None:
             self.scheduler.mixed_step_tokens = self.pace.mixed_step_tokens
+        if self.scheduler.num_moving:
+            for moved in self.executor.moved():
+                self.scheduler.moved(moved)
         plan = self.scheduler.plan()
+        self._has_plan = plan is not None
+        if (moves := self.scheduler.moves()) is not None:
+            self.executor.move(moves)
         self.clock.lap("plan")
         if plan is not None:
             num_decoded, num_prompt = plan.num_decoded, plan.num_prompt
@@ -183,6 +197,8 @@ class EngineLoop:
             self.bubble_s += bubble_s
             if self.pace is not None:
                 self.pace.measured(step.num_decoded, step.num_prompt, step.handle.busy_s)
+            if not step.num_decoded:
+                self.scheduler.computed(step.num_prompt, step.handle.busy_s)
             is_typical = not (step.was_idle or step.num_prompt)
             period_s = step.handle.busy_s + bubble_s if is_typical else 0.0
             output = self.scheduler.complete(result, period_s)

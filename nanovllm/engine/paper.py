@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from nanovllm.config import (
 )
 from nanovllm.grammars.runtime.matching import tokens_of
 from nanovllm.kv.layout import CacheLayout
-from nanovllm.plan import Int32, Masks, StepPlan, StepResult, mode_key
+from nanovllm.plan import Int32, Masks, Moved, Moves, StepPlan, StepResult, mode_key
 from nanovllm.tokenizer import read_tokenizer
 from nanovllm.wire import Generate
 
@@ -76,6 +77,17 @@ class PaperExecutor:
     def vet(self, request: Generate) -> None:
         """Accept every request."""
 
+    def move(self, moves: Moves) -> None:
+        """Refuse, since build() refuses cache.host_gib."""
+        raise ValueError("the paper engine has no tiers below the device")
+
+    def moved(self) -> list[Moved]:
+        """Return an empty list."""
+        return []
+
+    def call_when_moved(self, wake: Callable[[], object]) -> None:
+        """Do nothing: there are no transfers."""
+
     def expert_load(self, *, wait: bool) -> None:
         """Return None: there are no experts."""
 
@@ -120,6 +132,8 @@ def resolve(recipe: Recipe, model_tokens: int, step_tokens: int = 8192) -> Recip
     `step_tokens` is the step size if the recipe leaves it open.
     """
     cache, server = recipe.cache, recipe.server
+    if cache.host_gib:
+        raise ConfigError("cache.host_gib is for engine: model; engine: paper has no bytes to keep")
     schedule = resolve_schedule(recipe.schedule, on_cpu=False, most=step_tokens)
     page_tokens = given_or(cache.page_tokens, 128)
     cache_tokens = given_or(cache.pages, 1 << 30) * page_tokens

@@ -225,6 +225,7 @@ class Engine:
             pace=pace,
             max_queue=max_queue,
         )
+        executor.call_when_moved(lambda: self._inbox.put(None))
         self._compiling: set[int] = set()  # ids of requests waiting for their grammar
         self._inbox = queue.SimpleQueue[ToEngine | Waited | Joined | Left | None]()
         self._outboxes: dict[int, queue.SimpleQueue[FromEngine | None]] = {}
@@ -264,8 +265,11 @@ class Engine:
                 self._take(Abort(request_id))
 
     def _take_mail(self) -> None:
-        """Process all received messages. Block for one only if there is nothing to run."""
-        if self.loop.idle:
+        """Process all received messages. Block for one only if there is nothing to run.
+
+        The end of a transfer sends None.
+        """
+        if self.loop.idle or self.loop.is_blocked:
             self.publish(StepOutput(stats=self.stats()))
             self._take(self._inbox.get())
         while not self._inbox.empty():

@@ -32,7 +32,16 @@ from nanovllm.parallel.gloo import GlooMesh
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.parallel.nccl import NcclMesh, OrderedMesh
 from nanovllm.parallel.places import Place, check_gpus
-from nanovllm.plan import Int32, LanesPlan, LanesResult, Masks, StepPlan, StepResult, mode_key
+from nanovllm.plan import (
+    Int32,
+    LanesPlan,
+    LanesResult,
+    Masks,
+    Moves,
+    StepPlan,
+    StepResult,
+    mode_key,
+)
 from nanovllm.runner.build import build as build_runner
 from nanovllm.wire import Generate
 
@@ -41,7 +50,7 @@ LOAD_EVERY_S = 0.2  # interval at which a busy lane reports the load of experts
 
 
 class PlanMessage(Struct, frozen=True, array_like=True):
-    """Message to the other ranks: the plan of the next step, or the masks of the last one.
+    """Message to the other ranks: the plan of the next step, masks of the last one, or transfers.
 
     There is one entry per lane, or a single one for all ranks. Masks are int32; those of a lane
     without masked rows are empty.
@@ -49,6 +58,7 @@ class PlanMessage(Struct, frozen=True, array_like=True):
 
     plans: Sequence[StepPlan]
     masks: Sequence[Masks] = ()
+    moves: Moves | None = None
 
 
 class ResultMessage(Struct, frozen=True, array_like=True):
@@ -84,6 +94,8 @@ class RankedExecutor:
         self.own = own
         self.place = place
         self.vet: Callable[[Generate], None] = own.vet
+        self.moved = own.moved  # Moves.ended orders the work of the other ranks
+        self.call_when_moved = own.call_when_moved
         self.steps_by_mode: Counter[str] = own.steps_by_mode if place.lanes == 1 else Counter()
         self.padded_tokens = 0
         self._loads: list[ExpertLoad | None] = [None] * (place.lanes - 1)
@@ -99,6 +111,10 @@ class RankedExecutor:
         self.padded_tokens = self.own.padded_tokens + sum(one.padded_tokens for one in said)
         self._loads = [one.experts or old for one, old in zip(said, self._loads, strict=True)]
         return [one.result for one in said]
+
+    def move(self, moves: Moves) -> None:
+        self.place.send(encode(PlanMessage([], moves=moves)))
+        self.own.move(moves)
 
     def launch(self, plan: StepPlan | LanesPlan) -> StepHandle:
         lanes = plan.lanes if isinstance(plan, LanesPlan) else (plan, plan)
@@ -176,6 +192,10 @@ class Follower:
 
     def take(self, message: bytes) -> None:
         received = decode_plan(message)
+        if received.moves is not None:
+            self.own.move(received.moves)
+            self.own.moved()
+            return
         if received.plans:
             plan = received.plans[self._at]
             handle = self.own.launch(plan)

@@ -13,6 +13,9 @@ States are saved only if that saves at least a page of tokens:
 A preempted request resumes from the last saved state. Saving its current state would not help:
 preemption means that no page is free, so its last page is reused at once.
 
+With a tier of host memory, a checkpoint stays as long as its page is on any tier. Pages are loaded
+only up to a checkpoint. It may be evicted during the load; the request then begins anew.
+
 Decision: a checkpoint may be reassigned while steps that read or write it are in flight, because
 plans run in order on one stream. Within a plan, running states are saved first, then admissions
 restore, then chunks save. A plan thus restores complete states and overwrites states after their
@@ -31,8 +34,12 @@ from nanovllm.kv.checkpoints import Checkpoints
 from nanovllm.kv.keys import Key, PageKeys
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.kv.memory import Found, KVMemory, Texts
+from nanovllm.kv.split import host_page_bytes, num_host_pages
+from nanovllm.kv.tiered import TieredMemory
+from nanovllm.kv.tiers import MOST_STORING, HostTier, TransferCosts
 
 EVERY = 4096  # tokens; computing these again takes several times as long as a decode step
+HOST_RATE = 20e9  # bytes per second between host and device, before the first measurement
 LOOKED_AT = 32  # maximum number of waiting requests that are compared
 
 
@@ -47,7 +54,7 @@ class SavedText:
     place: int = -1  # a state of num_saved tokens, saved before all these tokens were sampled
 
 
-class HybridMemory(KVMemory):
+class HybridMemory(TieredMemory):
     """Pages and checkpoints of all requests. `every`: tokens between states of one prompt."""
 
     def __init__(
@@ -58,8 +65,10 @@ class HybridMemory(KVMemory):
         *,
         prefix: bool = True,
         every: int = EVERY,
+        tier: HostTier | None = None,
     ) -> None:
-        super().__init__(num_pages, page_tokens, prefix=prefix)
+        super().__init__(num_pages, page_tokens, prefix=prefix, tier=tier)
+        self.tier.forget = self._forget_below
         self.every = every
         self.states = Checkpoints(num_checkpoints if prefix else 0, page_tokens)
         self.checkpoints, self.checkpoint_events = self.states.sizes, self.states.events
@@ -69,13 +78,21 @@ class HybridMemory(KVMemory):
 
     # -- admission --------------------------------------------------------------------------
 
-    def admit(self, request_id: int, keys: PageKeys, reserve: int, slot: int = -1) -> Found | None:
-        found = super().admit(request_id, keys, reserve)
+    def admit(
+        self,
+        request_id: int,
+        keys: PageKeys,
+        reserve: int,
+        slot: int = -1,
+        *,
+        may_load: bool = False,
+    ) -> Found | None:
+        found = super().admit(request_id, keys, reserve, may_load=may_load)
         if found is None:
             return None
         text = self._texts[request_id] = SavedText(keys, found.num_cached, slot)
         start = self.states.longest(keys, found.num_cached)
-        if start is not None:
+        if start is not None and not found.ticket:
             self.states.restore(start)
         known = keys.num_known * self.page_tokens
         if self._is_worth(known - found.num_cached) and any(self.states.beyond(start, keys, known)):
@@ -95,6 +112,27 @@ class HybridMemory(KVMemory):
         if state is None:
             return Found([], 0)
         return Found(pages[: state.num_tokens // size], state.num_tokens, 0, state.id)
+
+    def _find_on_tiers(self, keys: PageKeys) -> tuple[Found, list[Key]]:
+        """Return the longest prefix that ends at a checkpoint."""
+        found, size = self.find(keys), self.page_tokens
+        pages = KVMemory.find(self, keys, copies=False).pages
+        below = self.tier.following(keys, len(pages), self._most_shared(keys))
+        state = self.states.longest(keys, (len(pages) + len(below)) * size)
+        if state is None or state.num_tokens <= len(pages) * size:
+            return found, []
+        loads = below[: state.num_tokens // size - len(pages)]
+        if not self._worthwhile(loads, state.num_tokens - found.num_cached):
+            return found, []
+        return Found(pages, state.num_tokens, 0, state.id), loads
+
+    def arrived(self, request_id: int) -> Found | None:
+        found, keys = super().arrived(request_id), self._holdings[request_id].keys
+        state = None if found is None else self.states.get(keys.last(found.num_cached))
+        if found is None or state is None:
+            return None
+        self.states.restore(state)
+        return found._replace(checkpoint=state.id)
 
     def reach(self, keys: PageKeys) -> tuple[int, int]:
         most, saved = len(keys.tokens) - 1, self._unpublished.items()
@@ -204,14 +242,32 @@ class HybridMemory(KVMemory):
 
     def _forget(self, page: int) -> None:
         for key in self._keys_of.get(page, ()):
-            if (state := self.states.get(key)) is not None:
+            if key not in self.tier and (state := self.states.get(key)) is not None:
                 self.states.remove(state)
         super()._forget(page)
+
+    def _forget_below(self, key: Key) -> None:
+        """Remove the state of a page that has been evicted from host memory, its last tier."""
+        if key not in self._page_of and (state := self.states.get(key)) is not None:
+            self.states.remove(state)
 
 
 def memory_of(layout: CacheLayout, cache: Cache) -> KVMemory:
     """Return the memory for a cache layout. `cache` has numbers where a recipe may have "auto"."""
-    pages, page_tokens = int(cache.pages), int(cache.page_tokens)
-    if layout.state is None:
-        return KVMemory(pages, page_tokens, prefix=cache.prefix)
-    return HybridMemory(pages, page_tokens, int(cache.checkpoints), prefix=cache.prefix)
+    pages, page_tokens, prefix = int(cache.pages), int(cache.page_tokens), cache.prefix
+    tier: HostTier | None = None
+    if cache.host_gib:
+        page_bytes = host_page_bytes(layout, page_tokens)
+        tier = HostTier(
+            num_host_pages(cache, layout, page_tokens),
+            page_bytes=page_bytes,
+            costs=TransferCosts(page_s=page_bytes / HOST_RATE),
+            most_queued=pages,
+            most_storing=max(1, min(MOST_STORING, pages // 8)),
+        )
+    if layout.state is not None:
+        checkpoints = int(cache.checkpoints)
+        return HybridMemory(pages, page_tokens, checkpoints, prefix=prefix, tier=tier)
+    if tier is not None:
+        return TieredMemory(pages, page_tokens, prefix=prefix, tier=tier)
+    return KVMemory(pages, page_tokens, prefix=prefix)

@@ -13,7 +13,8 @@ Theory of operation:
       ^              |  <-----hold: cache hit----/
       '--drop, not registered
 
-Only page ids and checkpoint ids are handled here; the bytes live on the device.
+Only page ids and checkpoint ids are handled here; the bytes live on the device. Tiers below the
+device are in kv/tiered.py.
 
 Decision: a request is admitted with pages for all of its prompt at once. Chunks then never compete
 for pages, so only a decode row that outgrows its last page can cause a preemption.
@@ -30,6 +31,7 @@ from typing import NamedTuple
 
 from nanovllm.kv.keys import Key, PageKeys
 from nanovllm.kv.pages import PagePool
+from nanovllm.plan import Moved, Moves
 
 Texts = Iterable[PageKeys]
 
@@ -50,6 +52,7 @@ class Found(NamedTuple):
     num_cached: int  # tokens
     source: int = 0  # page to copy to the page of the last cached token; 0 = no copy
     checkpoint: int = -1  # recurrent state at the end of the prefix; -1 = the zero state
+    ticket: int = 0  # transfer that brings the last pages of the prefix; 0 = none
 
 
 class KVMemory:
@@ -88,18 +91,27 @@ class KVMemory:
 
     # -- admission --------------------------------------------------------------------------
 
-    def admit(self, request_id: int, keys: PageKeys, reserve: int, slot: int = -1) -> Found | None:
+    def admit(
+        self,
+        request_id: int,
+        keys: PageKeys,
+        reserve: int,
+        slot: int = -1,
+        *,
+        may_load: bool = False,
+    ) -> Found | None:
         """Reserve the longest cached prefix and blank pages for the remaining tokens.
 
         Leave at least one token to compute, so that there are logits to sample from. Return None
         and reserve nothing if fewer than `reserve` pages would stay free for running requests.
         `slot` is the request's future slot, or -1 if it uses drafts. With drafts, a new page does
-        not show how many tokens have been computed.
+        not show how many tokens have been computed. With `may_load`, a transfer may start that
+        brings pages of other tiers. After its end, arrived() returns what was found.
         """
         total = self.num_pages_for(len(keys.tokens))
         if not self._may_fit(keys, total + reserve):
             return None
-        found = self.find(keys)
+        found, loads = self._find_on_tiers(keys) if may_load else (self.find(keys), [])
         blank = self._hold(found, total, reserve)
         if blank is None and found.source:  # without the copy, one page less is needed
             found = self.find(keys, copies=False)
@@ -108,7 +120,8 @@ class KVMemory:
             keys.refused_at = self._num_releases
             return None
         self._holdings[request_id] = Holding(keys, found.pages + blank, len(found.pages))
-        return found._replace(pages=found.pages + blank)
+        ticket = self._use(request_id, found, loads)
+        return found._replace(pages=found.pages + blank, ticket=ticket)
 
     def _hold(self, found: Found, total: int, reserve: int) -> list[int] | None:
         """Hold the pages in `found`. Return the blank pages up to `total`, or None if too few."""
@@ -136,6 +149,17 @@ class KVMemory:
         if whole and (source := self._page_of.get(keys.last(len(keys.tokens)))):
             return Found(pages, len(keys.tokens) - 1, source)
         return Found(pages, len(pages) * self.page_tokens)
+
+    def _find_on_tiers(self, keys: PageKeys) -> tuple[Found, list[Key]]:
+        """Return the longest prefix of all tiers, and the keys of its pages below the device.
+
+        These follow the pages on the device.
+        """
+        return self.find(keys), []
+
+    def _use(self, request_id: int, found: Found, loads: list[Key]) -> int:
+        """Start the load of an admitted request. Return its ticket; 0 without `loads`."""
+        return 0
 
     def _most_shared(self, keys: PageKeys) -> int:
         """Return the number of leading pages that can be shared, with one token left to compute."""
@@ -208,6 +232,48 @@ class KVMemory:
     def taken_saves(self) -> list[tuple[int, int]]:
         """Return `StepPlan.saves` of the next plan, and clear the list."""
         return []
+
+    # -- tiers below the device: there are none here ----------------------------------------
+
+    @property
+    def num_moving(self) -> int:
+        """The number of transfers that have not ended."""
+        return 0
+
+    @property
+    def has_moves(self) -> bool:
+        """Return True if a transfer may start without any further plan or result."""
+        return False
+
+    def awaited(self, keys: PageKeys, before: int) -> int:
+        """Return the ticket of another request's load that a waiting one should wait for, or 0.
+
+        `before` is the ticket that the request has waited for, or 0.
+        """
+        return 0
+
+    def taken_moves(self) -> Moves | None:
+        """Return the transfers to start before the next plan is launched, and clear the list."""
+        return None
+
+    def moved(self, moved: Moved) -> tuple[int, bool]:
+        """End a transfer. Return the request that waited for it, and True if its pages are there.
+
+        The request is -1 if there is none, or if it has left.
+        """
+        raise ValueError(f"transfer {moved.ticket} is unknown")
+
+    def arrived(self, request_id: int) -> Found | None:
+        """Return the prefix of a request after its load. None if it cannot be used any more."""
+        holding = self._holdings[request_id]
+        return Found(holding.pages, holding.num_named * self.page_tokens)
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Note the time of a step that computed prompts only."""
+
+    def tier_stats(self) -> dict[str, float]:
+        """Return wire.Stats.tiers without the number of arriving requests."""
+        return {}
 
     # -- registration for reuse -------------------------------------------------------------
 

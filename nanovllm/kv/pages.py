@@ -60,8 +60,12 @@ class PagePool:
             del self.cached[page]
             self._blank.append(page)
 
+    @property
+    def held(self) -> set[int]:
+        return {page for page, count in enumerate(self._holders) if count}
+
     def check(self) -> None:
-        held = {page for page, count in enumerate(self._holders) if count}
+        held = self.held
         blank, cached = set(self._blank), set(self.cached)
         assert len(self._blank) == len(blank), "a page is blank twice"
         assert held | blank | cached == set(range(1, self.num_pages + 1)), "a page is lost"

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from nanovllm.config import Cache, ConfigError, Recipe, given_or
 from nanovllm.kv.layout import CacheLayout
 
+HOST_ALIGNED = 4096  # bytes; most file systems need it for direct I/O
+
 
 def running_bytes(layout: CacheLayout, recipe: Recipe) -> int:
     """Return the bytes of the states of all slots and of the padding slot.
@@ -37,6 +39,30 @@ def fraction_of(cache: Cache, layout: CacheLayout) -> float:
     """Return the fraction of device memory, without running states, that checkpoints get."""
     reused = layout.state is not None and cache.prefix and not cache.checkpoint_host_gib
     return cache.checkpoint_fraction if reused else 0.0
+
+
+def host_page_bytes(layout: CacheLayout, page_tokens: int) -> int:
+    """Return the bytes of a page of all layers in host memory, aligned for direct I/O."""
+    return -(-layout.bytes_per_token * page_tokens // HOST_ALIGNED) * HOST_ALIGNED
+
+
+def num_host_pages(cache: Cache, layout: CacheLayout, page_tokens: int) -> int:
+    """Return the number of pages in host memory, per rank; 0 without `cache.host_gib`.
+
+    Raise ConfigError if it is too small for a page, or if nothing could be reused.
+    """
+    if not cache.host_gib:
+        return 0
+    if not cache.prefix:
+        raise ConfigError("cache.host_gib needs cache.prefix, which is false; drop one of them")
+    each = host_page_bytes(layout, page_tokens)
+    if (count := int(cache.host_gib * 2**30) // each) < 1:
+        least = -(-(10**6) * each // 2**30) / 10**6
+        raise ConfigError(
+            f"cache.host_gib is {cache.host_gib:g}; it must be 0, or at least {least:g} for a page "
+            f"of {page_tokens} tokens, {layout.bytes_per_token / 1024:g} KiB each"
+        )
+    return count
 
 
 def num_paged(layout: CacheLayout) -> int:

@@ -19,7 +19,7 @@ from nanovllm_kernels.device import FOLLOWING
 from nanovllm.attention.paged import CUTE_ROWS
 from nanovllm.config import Config, Recipe, cache_dir, given_or
 from nanovllm.kv.layout import CacheLayout
-from nanovllm.kv.split import Split
+from nanovllm.kv.split import Split, num_host_pages
 from nanovllm.layers.describe import products
 from nanovllm.log import Progress, fields
 from nanovllm.models.decoder import Decoder
@@ -34,6 +34,7 @@ from nanovllm.runner.precompile import compile_in_background, jobs_of
 from nanovllm.runner.resolved import Resolved, num_pages_that_fit, resolved
 from nanovllm.runner.room import check_room
 from nanovllm.runner.runner import Runner
+from nanovllm.runner.transfer import HostPages, Mover
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling.shards import Shard
 from nanovllm.spec.base import Drafter, drafter_of
@@ -161,7 +162,7 @@ def with_caches(
     num_slots, most = int(recipe.schedule.slots), found.max_model_tokens
     prep, sampler = prep_and_sampler(found, most)
 
-    def runner_with(num_pages: int, checkpoints: int) -> Runner:
+    def runner_with(num_pages: int, checkpoints: int, num_below: int = 0) -> Runner:
         caches = make_caches(found.layout, num_pages, page_tokens, found.dtype, device=device)
         states = states_of(
             found.layout,
@@ -172,6 +173,7 @@ def with_caches(
             device=device,
             in_host=recipe.cache.checkpoint_host_gib > 0,
         )
+        mover = Mover(HostPages(caches, num_below)) if num_below else None
         return Runner(
             model=model,
             prep=prep,
@@ -181,6 +183,7 @@ def with_caches(
             drafter=drafter_of_model(found, sampler, draft_model, most),
             states=states,
             draft_model=draft_model,
+            mover=mover,
         )
 
     def full_step() -> None:
@@ -208,7 +211,8 @@ def with_caches(
         cache=replace(recipe.cache, pages=num_pages, checkpoints=checkpoints),
         server=replace(recipe.server, max_model_tokens=most),
     )
-    return runner_with(num_pages, checkpoints), sized
+    num_below = num_host_pages(recipe.cache, found.layout, page_tokens)
+    return runner_with(num_pages, checkpoints, num_below), sized
 
 
 def cpu_threads(recipe: Recipe, model: Decoder) -> int:

@@ -123,7 +123,7 @@ class States:
         place = "cpu" if in_host else device
         self.saved_NX = self.rows_NX.new_zeros(num_checkpoints, row, device=place)
         if in_host and device.type == "cuda" and num_checkpoints:
-            pin(self.saved_NX, self)
+            pin(self.saved_NX, self, "cache.checkpoint_host_gib")
         recurrent = part(self.rows_NX, recurrent_dtype, matrices)
         saved_recurrent = part(self.saved_NX, recurrent_dtype, matrices)
         conv = part(self.rows_NX[:, at:], dtype, inputs)
@@ -199,15 +199,17 @@ def part(rows_NX: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return rows_NX.view(dtype)[:, : prod(shape)].view(len(rows_NX), *shape)
 
 
-def pin(tensor: Tensor, owner: object) -> None:
+def pin(tensor: Tensor, owner: object, key: str) -> None:
     """Pin the memory until the owner is deleted. Raise ConfigError with CUDA's error if it fails.
 
+    `key` is the recipe key that sets its size.
     torch's own pinned allocations may be rounded up to a power of two.
     """
     cuda, address = torch.cuda.cudart(), tensor.data_ptr()
     error = cuda.cudaHostRegister(address, tensor.nbytes, 0)
     if error != cuda.cudaError.success:
-        raise ConfigError(f"cache.checkpoint_host_gib: {torch.cuda.CudaError(int(error))}")
+        asked = f"{key}: {tensor.nbytes / 2**30:.1f} GiB of pinned memory"
+        raise ConfigError(f"{asked}: {torch.cuda.CudaError(int(error))}")
     finalize(owner, cuda.cudaHostUnregister, address)
 
 

@@ -31,7 +31,7 @@ from nanovllm.config import (
     resolve_schedule,
 )
 from nanovllm.kv.layout import CacheLayout
-from nanovllm.kv.split import Split, room_for_pages, running_bytes
+from nanovllm.kv.split import Split, num_host_pages, room_for_pages, running_bytes
 from nanovllm.layers.kernels import BESIDE, OPERATIONS, fastest, reason, select_ops
 from nanovllm.layers.ops import Ops
 from nanovllm.models.config import read_model_config
@@ -143,6 +143,8 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
         layout = layout.followed_by(loader.layout)
     recipe = without_autos(config.recipe, device, dtype, model_config.STEP_TOKENS)
     asked, longest = recipe.server.max_model_tokens, model_config.max_position_embeddings
+    if num_host_pages(recipe.cache, layout, int(recipe.cache.page_tokens)) and mesh.lanes > 1:
+        raise ConfigError("cache.host_gib needs parallel.ep of at most tp; drop one of them")
     pages = known_pages(recipe, layout) or MEASURED_LATER
     most = fitting_context(asked, longest, pages, recipe, layout=layout)
     recipe = replace(recipe, server=replace(recipe.server, max_model_tokens=most))

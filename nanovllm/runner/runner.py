@@ -22,6 +22,7 @@ from nanovllm.runner.caches import Caches, NoStates, States
 from nanovllm.runner.expert_load import ExpertCounter
 from nanovllm.runner.graphs import DecodeGraphs, PiecewiseGraphs, borrowed, largest_graph
 from nanovllm.runner.results import DeviceClock, Handle, StepCopy, start_copy
+from nanovllm.runner.transfer import Mover, NoTiers
 from nanovllm.sampling.base import Sampled, SampleRows
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling.vetting import Vetting
@@ -64,6 +65,7 @@ class Runner:
         drafter: Drafter | None = None,
         states: States | None = None,
         draft_model: DraftModel | None = None,
+        mover: Mover | NoTiers | None = None,
     ) -> None:
         """`draft_model` is the one that `drafter` runs, whose layers follow those of `model`."""
         self.drafter = drafter
@@ -75,6 +77,10 @@ class Runner:
         self.sampler = sampler
         self.caches = caches
         self.states = states or NoStates()
+        self.mover = mover or NoTiers()
+        self.move = self.mover.move
+        self.moved = self.mover.moved
+        self.call_when_moved = self.mover.call_when_moved
         own, by_layer = len(model.layers), {**caches.by_layer, **self.states.by_layer}
         model.bind_caches({n: cache for n, cache in by_layer.items() if n < own})
         if draft_model is not None:

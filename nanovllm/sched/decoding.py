@@ -213,4 +213,4 @@ class Decoding:
             planned = int(self.planned[request.slot])
             assert planned < request.limit
             assert planned <= self.room[request.slot]
-            assert (planned < request.prefill_until) == (request.state is State.PREFILLING)
+            assert (planned < request.prefill_until) == (request.state is not State.DECODING)

@@ -24,7 +24,7 @@ from nanovllm.config import Parallel
 from nanovllm.kv.keys import PageKeys
 from nanovllm.kv.memory import KVMemory
 from nanovllm.look import Admitted
-from nanovllm.plan import Chunk, LanesPlan, LanesResult, StepPlan, StepResult
+from nanovllm.plan import Chunk, LanesPlan, LanesResult, Moved, StepPlan, StepResult
 from nanovllm.sched.planner import Planner, Snapshot
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import STEP_TOKENS, FinishReason, Generate, Stats, StepOutput
@@ -148,6 +148,19 @@ class Lanes:
         return [
             replace(plan, lane_tokens=most, proposes=proposes, draws_late=late) for plan in found
         ]
+
+    @property
+    def num_moving(self) -> int:
+        return 0  # build refuses cache.host_gib with lanes
+
+    def moves(self) -> None:
+        """Return None: lanes have no tiers below the device."""
+
+    def moved(self, moved: Moved) -> None:
+        raise ValueError(f"lanes have no transfer {moved.ticket}")
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Ignore the time, since no load is weighed against it."""
 
     def masked_rows(self, plan: StepPlan | LanesPlan) -> list[tuple[int, list[int]]]:
         assert isinstance(plan, LanesPlan)

@@ -7,7 +7,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from nanovllm.look import Admitted
-from nanovllm.plan import LanesPlan, StepPlan, StepResult
+from nanovllm.plan import LanesPlan, Moved, Moves, StepPlan, StepResult
 from nanovllm.wire import FinishReason, Generate, Stats, StepOutput
 
 
@@ -32,7 +32,12 @@ class Planner(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Return True if any request has not ended."""
+        """Return True if any request has not ended, or a transfer should start."""
+        ...
+
+    @property
+    def num_moving(self) -> int:
+        """Return the number of transfers between tiers that have not ended."""
         ...
 
     @property
@@ -54,6 +59,21 @@ class Planner(Protocol):
 
     def plan(self) -> StepPlan | LanesPlan | None:
         """Return the next step, or None if there is nothing to do until a result arrives."""
+        ...
+
+    def moves(self) -> Moves | None:
+        """Return the transfers to start before the latest plan is launched, or None.
+
+        Called once after each plan(), also if that returned None.
+        """
+        ...
+
+    def moved(self, moved: Moved) -> None:
+        """Process the end of a transfer."""
+        ...
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Note the device time of a step that computed only prompts, `num_tokens` in all."""
         ...
 
     def masked_rows(self, plan: StepPlan | LanesPlan) -> list[tuple[int, list[int]]]:

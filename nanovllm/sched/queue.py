@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from nanovllm.kv.memory import KVMemory
-from nanovllm.plan import CORRUPTED, Admit, Chunk, Grant
+from nanovllm.kv.memory import Found, KVMemory
+from nanovllm.plan import CORRUPTED, Admit, Chunk, Grant, Moved
 from nanovllm.sched.decoding import Decoding
 from nanovllm.sched.policy import LOOKED_AT, ByUrgency, urgency, worth_waiting
 from nanovllm.sched.request import Request, State, arrive
@@ -58,6 +58,8 @@ class Queue:
         self.by_id: dict[int, Request] = {}
         self.waiting = ByUrgency()  # the requests in this state, in the order of admission
         self.prefilling = ByUrgency()  # the requests in this state, in the order of chunks
+        self.arriving: dict[int, Request] = {}  # the requests in this state, by id
+        self._arrived = ByUrgency()  # those of `arriving` whose transfer has ended
         self.events = StepOutput()  # refusals, starts and finishes after the last output
         self.num_deferred = 0  # requests that wait for a prefix that the latest plan computes
         self.num_preemptions = self.prompt_tokens = self.cached_tokens = 0
@@ -105,6 +107,8 @@ class Queue:
     def plan_prompts(self, plan: OpenPlan) -> None:
         """Plan chunks for running requests, then for waiting ones that can be admitted."""
         self.num_deferred = 0
+        while plan.budget > 0 and self._arrived:
+            self._end_arrival(self._arrived[0], plan)
         for request in self.prefilling:
             if plan.budget == 0:
                 return
@@ -114,9 +118,10 @@ class Queue:
     def _admit_waiting(self, plan: OpenPlan) -> None:
         """Admit requests in order of urgency while tokens, slots and pages last.
 
-        Two kinds of requests are skipped. One should wait a step for a prefix that is being
-        computed; its slot and pages are kept free. The other lacks pages; it can be overtaken in
-        `overtake_steps` steps at most.
+        Three kinds of requests are skipped. One should wait a step for a prefix that is being
+        computed; its slot and pages are kept free. Another waits for a transfer of its prefix that
+        another request has started. The third lacks pages; it can be overtaken in `overtake_steps`
+        steps at most.
         """
         no_pages: list[Request] = []
         num_overtaken = at = kept_pages = 0
@@ -126,13 +131,17 @@ class Queue:
             request = self.waiting[at]
             if request.num_in_flight:
                 break  # preempted, and a result for it is still in flight
-            if (num_pages := self._defer(request, plan)) is not None:
+            if ticket := self.memory.awaited(request.keys, request.awaited):
+                request.awaited = ticket
+                at += 1
+            elif (num_pages := self._defer(request, plan)) is not None:
                 self.num_deferred += 1
                 kept_pages += num_pages
                 at += 1
             elif self._admit(request, plan, kept_pages):
                 num_overtaken = len(no_pages)
-                self._feed(request, plan)
+                if request.state is State.PREFILLING:
+                    self._feed(request, plan)
             elif request.num_overtaken < self.overtake_steps:
                 no_pages.append(request)
                 at += 1
@@ -156,7 +165,9 @@ class Queue:
     def _admit(self, request: Request, plan: OpenPlan, kept_pages: int) -> bool:
         reserve = self.num_running + kept_pages  # a running request may soon need a page
         slot = -1 if self.decoding.drafting.most else self._free_slots[-1]
-        known = self.memory.admit(request.id, request.keys, reserve, slot)
+        known = self.memory.admit(
+            request.id, request.keys, reserve, slot, may_load=request.may_load
+        )
         if known is None:
             return False
         request.slot = self._free_slots.pop()
@@ -164,9 +175,18 @@ class Queue:
         request.num_cached = known.num_cached
         request.num_overtaken = 0
         self.waiting.remove(request)
+        self.decoding.begin(request, len(known.pages))
+        if known.ticket:
+            request.state = State.ARRIVING
+            self.arriving[request.id] = request
+        else:
+            self._start(request, known, plan)
+        return True
+
+    def _start(self, request: Request, known: Found, plan: OpenPlan) -> None:
+        """Plan the admission of a request that has its slot, its pages and its cached prefix."""
         request.state = State.PREFILLING
         self.prefilling.add(request)
-        self.decoding.begin(request, len(known.pages))
         if not request.was_started:
             request.was_started = True
             self.events.started.append(Started(request.id, known.num_cached))
@@ -186,7 +206,36 @@ class Queue:
         if known.source:
             target = known.pages[known.num_cached // self.memory.page_tokens]
             plan.copies.append((known.source, target))
-        return True
+
+    # -- transfers --------------------------------------------------------------------------
+
+    def moved(self, moved: Moved) -> None:
+        """Process the end of a transfer. A request whose pages did not arrive computes them."""
+        request_id, ok = self.memory.moved(moved)
+        if (request := self.arriving.get(request_id)) is None:
+            return
+        if ok:
+            self._arrived.add(request)
+        else:
+            self._begin_anew(request)
+
+    def _end_arrival(self, request: Request, plan: OpenPlan) -> None:
+        """Plan the admission of a request whose pages have arrived."""
+        if (known := self.memory.arrived(request.id)) is None:
+            self._begin_anew(request)
+            return
+        self._arrived.remove(request)
+        del self.arriving[request.id]
+        request.num_cached = known.num_cached
+        self.decoding.planned[request.slot] = known.num_cached
+        self._start(request, known, plan)
+
+    def _begin_anew(self, request: Request) -> None:
+        """Move an arriving request back to the queue, where it computes its prefix."""
+        request.may_load = False
+        self._leave(request, State.WAITING)
+        self.memory.release(request.id)
+        self.waiting.add(request)
 
     def _feed(self, request: Request, plan: OpenPlan) -> None:
         """Plan the next chunk of a prompt."""
@@ -226,6 +275,7 @@ class Queue:
     def preempt(self, victim: Request) -> None:
         """Move a request back to the queue. It recomputes later, mostly from its cached pages."""
         self.num_preemptions += 1
+        victim.may_load = True
         self._leave(victim, State.WAITING)
         self.memory.mark_unverified(victim.id, victim.written)
         self.memory.release(victim.id)
@@ -252,6 +302,8 @@ class Queue:
         """Free a request's slot, and change its state."""
         if request.state is State.PREFILLING:
             self.prefilling.remove(request)
+        elif self.arriving.pop(request.id, None) is not None and request in self._arrived:
+            self._arrived.remove(request)
         self.decoding.leave(request)
         self._free_slots.append(request.slot)
         request.slot = -1
@@ -311,6 +363,7 @@ class Queue:
         }
         assert {r.id for r in self.waiting} == by_state[State.WAITING]
         assert {r.id for r in self.prefilling} == by_state[State.PREFILLING]
+        assert set(self.arriving) == by_state[State.ARRIVING] >= {r.id for r in self._arrived}
         assert not by_state[State.FINISHED]
         assert len(running) + len(self.waiting) == len(self.by_id)
         self.decoding.check(running)

@@ -14,6 +14,7 @@ class State(Enum):
     """Progress of a request. scheduler.py draws the transitions and explains the states."""
 
     WAITING = auto()
+    ARRIVING = auto()
     PREFILLING = auto()
     DECODING = auto()
     FINISHED = auto()
@@ -40,6 +41,8 @@ class Request:
     drafted: range = range(0)  # without a slot: positions where drafts may have been written
     num_overtaken: int = 0  # steps that admitted later requests, because pages were missing
     was_started: bool = False
+    may_load: bool = True  # False after a failed transfer, until it is preempted
+    awaited: int = 0  # ticket of another request's transfer that it waited for; 0 = none
 
     @property
     def id(self) -> int:

@@ -10,16 +10,26 @@ States of a request (request.State). Each arrow is one method:
                    ^  |                       |    |                     |   |
                    |  |                       |    |                     |   |
                    '--+---- Queue.preempt ----'----+---------------------'   |
-                      |                            |                         |
-                      '------ Queue.retire --------'-------------------------'--> FINISHED
+                   ^  |                       ^    |                         |
+                   |  '------ Queue.retire ---+----'-------------------------'--> FINISHED
+                   |                          |
+                   | failed, Queue.preempt    | Queue._end_arrival
+                   '-------- ARRIVING --------'
+                    ^ Queue._admit    | Queue.retire
+                    |                 '--> FINISHED
+                    WAITING
 
     WAITING     has no slot and no pages; after a preemption, results may still be in flight
+    ARRIVING    has a slot and pages, some of which a transfer fills; is not planned
     PREFILLING  has a slot, and pages for the whole prompt, which is not planned to its end
     DECODING    has a row in each step until its last token is planned
     FINISHED    has no slot; its pages are kept while a step in flight writes to them
 
-A state ARRIVING, for keys and values from host memory, disk or another server, belongs between
-WAITING and PREFILLING: with slot and pages, but not in `Queue.prefilling`, hence not planned.
+A transfer is known by its ticket. It may come from host memory or any other source. It ends in one
+of three ways. When it completes, its pages are registered for reuse, and not before. When it fails,
+the request releases its pages and computes. If the request has left before, the pages that the
+transfer may still write are in quarantine until it ends. Other requests with the same prefix wait
+for one transfer at most.
 
 Theory of operation, one step:
 
@@ -28,6 +38,7 @@ Theory of operation, one step:
                    urgent request
     3.             then chunks of running prompts, within the token budget
     4.             then admission of waiting requests: slot, pages, cached prefix, first chunk
+                   or transfer. moves() has the transfers to start before the plan is launched
     5. (device)    the plan runs; plan() of the next step does not wait for it
     6. complete()  append the sampled tokens, register full pages
     7.             retire requests at a stop token or their limit; release pages
@@ -48,7 +59,16 @@ from msgspec.structs import replace
 
 from nanovllm.kv.memory import KVMemory
 from nanovllm.look import Admitted
-from nanovllm.plan import CORRUPTED, Grant, Int32, LanesPlan, StepPlan, StepResult
+from nanovllm.plan import (
+    CORRUPTED,
+    Grant,
+    Int32,
+    LanesPlan,
+    Moved,
+    Moves,
+    StepPlan,
+    StepResult,
+)
 from nanovllm.sched.decoding import Decoding, Flight, Rows, rows_of
 from nanovllm.sched.planner import Snapshot
 from nanovllm.sched.policy import MIN_SAVED_TOKENS, prompt_budget
@@ -112,7 +132,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.queue.by_id)
+        return bool(self.queue.by_id) or self.memory.has_moves
+
+    @property
+    def num_moving(self) -> int:
+        return self.memory.num_moving
 
     def request_ids(self) -> list[int]:
         return list(self.queue.by_id)
@@ -185,7 +209,12 @@ class Scheduler:
             draft_tokens=self._drafting.draft_tokens,
             accepted_tokens=sum(self._drafting.accepted_by_position),
             accepted_by_position=self._drafting.accepted_by_position,
+            tiers=self._tier_stats(),
         )
+
+    def _tier_stats(self) -> dict[str, float]:
+        tiers = self.memory.tier_stats()
+        return tiers | {"arriving": len(self.queue.arriving)} if tiers else {}
 
     # -- planning ---------------------------------------------------------------------------
 
@@ -216,6 +245,18 @@ class Scheduler:
             drafts=b"" if drafts_R is None else drafts_R.tobytes(),
             proposes=self._drafting.plan_proposals(self._step, rows.slots),
         )
+
+    def moves(self) -> Moves | None:
+        """Return the transfers to start now, or None. Called once after each plan()."""
+        return self.memory.taken_moves()
+
+    def moved(self, moved: Moved) -> None:
+        """Process the end of a transfer."""
+        self.queue.moved(moved)
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Note the device time of a step that computed only prompts, `num_tokens` in all."""
+        self.memory.computed(num_tokens, seconds)
 
     def masked_rows(self, plan: StepPlan | LanesPlan) -> list[tuple[int, list[int]]]:
         """Return (request id, drafts) of each row in plan.masked. Some may have finished."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from random import Random
 
 import numpy as np
 
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.kv.hybrid import HybridMemory
 from nanovllm.kv.memory import KVMemory
+from nanovllm.kv.tiered import TieredMemory
+from nanovllm.kv.tiers import HostTier, TransferCosts
 from nanovllm.plan import StepPlan
 from nanovllm.sched.planner import Planner
 from nanovllm.sched.scheduler import Scheduler
@@ -18,6 +21,7 @@ from nanovllm.speculate import Drafts
 from nanovllm.wire import Abort, FinishReason, Generate, RefusalKind, Sampling, StepOutput
 from tests.kv.states import check_memory
 from tests.paper.gpu import PaperGPU, PaperHandle, PaperMasker, ids
+from tests.paper.transfers import PaperTransfers
 
 PAGE = 4
 
@@ -45,6 +49,9 @@ def generate(
 class PaperEngine:
     """Engine over a simulated GPU. Also an engine.executor.Executor, which records the plans.
 
+    `host` is the number of pages in host memory. `transfers` is the seed of their transfers, which
+    end after up to `most_polls` polls; every `fail_every`-th load fails.
+
     `checkpoints` is the number of places for recurrent states, or None for a model without
     recurrent layers.
     """
@@ -70,11 +77,24 @@ class PaperEngine:
         glitches: frozenset[int] = frozenset(),
         wrong_every: int = 3,
         draft_lag: int | None = None,
+        host: int = 0,
+        host_cost: float = 0.0,
+        most_storing: int = 8,
+        most_polls: int = 0,
+        fail_every: int = 0,
+        transfers: int = 0,
     ) -> None:
         self.budget, self.mixed = budget, mixed
+        # A page costs `host_cost` seconds, and a token one.
+        costs = TransferCosts(page_s=host_cost, token_s=1.0, start_s=0.0)
+        tier = HostTier(host, costs=costs, most_queued=num_pages, most_storing=most_storing)
         self.memory = KVMemory(num_pages, page, prefix=prefix)
         if checkpoints is not None:
-            self.memory = HybridMemory(num_pages, page, checkpoints, prefix=prefix, every=every)
+            self.memory = HybridMemory(
+                num_pages, page, checkpoints, prefix=prefix, every=every, tier=tier
+            )
+        elif host:
+            self.memory = TieredMemory(num_pages, page, prefix=prefix, tier=tier)
         self.scheduler = Scheduler(
             self.memory,
             num_slots=num_slots,
@@ -97,6 +117,13 @@ class PaperEngine:
             wrong_every=wrong_every,
             draft_lag=draft_lag,
         )
+        memories = [self.gpu.memory]
+        if self.gpu.layers is not None:
+            memories.append(self.gpu.layers.memory)
+        self.transfers = PaperTransfers(
+            memories, Random(transfers), most_polls=most_polls, fail_every=fail_every
+        )
+        self.move, self.moved = self.transfers.move, self.transfers.moved
         self.plans: list[StepPlan] = []
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
@@ -158,6 +185,7 @@ class PaperEngine:
         """Accept all requests."""
 
     def launch(self, plan: StepPlan) -> PaperHandle:
+        self.transfers.check(plan)
         self.plans.append(plan)
         return self.gpu.launch(plan)
 
@@ -172,7 +200,7 @@ class PaperEngine:
 
     def finish_all(self, most_steps: int = 4000) -> None:
         for _ in range(most_steps):
-            if self.loop.idle:
+            if self.loop.idle and not self.scheduler.num_moving:
                 return
             self.step()
         raise AssertionError("the engine is stuck")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -51,8 +52,8 @@ def test_the_smallest_conversation_that_goes_wrong(rng: Random) -> None:
     converse(rng)
 
 
-def converse(rng: Random) -> None:
-    turns, sizes = conversations(rng), sizes_of_engines(rng)
+def converse(rng: Random, sizes_of: Callable[[Random], dict[str, Any]] = sizes_of_engines) -> None:
+    turns, sizes = conversations(rng), sizes_of(rng)
     abort_every, grammar_every = rng.choice([0, 3]), rng.choice([0, 0, 1, 2, 3])
     engine = PaperEngine(**sizes)
     asked = held(

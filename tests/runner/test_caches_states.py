@@ -111,13 +111,15 @@ def test_memory_is_pinned_as_long_as_its_owner_lives(monkeypatch: pytest.MonkeyP
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "CudaError", lambda code: f"out of memory({code})")
-    rows_NX, owner = torch.zeros(3, 32), Owner()
-    pin(rows_NX, owner)
+    rows_NX, owner, key = torch.zeros(3, 32), Owner(), "cache.host_gib"
+    pin(rows_NX, owner, key)
     assert asked == [(rows_NX.data_ptr(), 3 * 32 * 4, 0)]
     del owner
     assert asked[1:] == [(rows_NX.data_ptr(),)]
     cuda.cudaHostRegister = lambda *args: 2
-    with pytest.raises(ConfigError, match=r"^cache.checkpoint_host_gib: out of memory\(2\)$"):
+    with pytest.raises(
+        ConfigError, match=r"^cache.host_gib: 0.0 GiB of pinned memory: out of memory\(2\)$"
+    ):
         pin(rows_NX, Owner())
     assert len(asked) == 2
 

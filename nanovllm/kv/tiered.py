@@ -1,0 +1,169 @@
+"""Page allocation and prefix reuse with a tier of host memory below the device.
+
+Adds to KVMemory:
+
+    1. admit        also finds pages in host memory, and starts their load to blank pages
+    2. taken_moves  starts stores of pages that earlier plans have filled
+    3. moved        ends a transfer: only then pages are registered, and slots can be found
+    4. release      puts pages that a load still writes in quarantine: held until it ends
+
+Decision: pages that were registered on the device are used before those in host memory. After the
+first gap on the device, all pages come from host memory. Leaves of a chain are evicted first, so a
+gap is rarely followed by a page on the device.
+"""
+
+from __future__ import annotations
+
+from nanovllm.kv.keys import Key, PageKeys
+from nanovllm.kv.memory import Found, Holding, KVMemory
+from nanovllm.kv.tiers import HostTier
+from nanovllm.plan import Moved, Moves
+
+
+class TieredMemory(KVMemory):
+    """Pages of all requests, by request id, and the transfers from and to `tier`.
+
+    A tier without slots changes nothing.
+    """
+
+    def __init__(
+        self, num_pages: int, page_tokens: int, *, prefix: bool = True, tier: HostTier | None = None
+    ) -> None:
+        super().__init__(num_pages, page_tokens, prefix=prefix)
+        self.tier = tier or HostTier(0)
+
+    # -- admission --------------------------------------------------------------------------
+
+    def _find_on_tiers(self, keys: PageKeys) -> tuple[Found, list[Key]]:
+        found = self.find(keys)
+        if found.source:
+            return found, []
+        loads = self.tier.following(keys, len(found.pages), self._most_shared(keys))
+        return found, self._worthwhile(loads, len(loads) * self.page_tokens)
+
+    def _worthwhile(self, loads: list[Key], num_tokens: int) -> list[Key]:
+        """Return `loads` if they save `num_tokens` in less time than computing these takes."""
+        if not loads or self.tier.is_worth(num_tokens, len(loads)):
+            return loads
+        self.tier.counts["host.declined"] += 1
+        self.tier.costs.declined()
+        return []
+
+    def _use(self, request_id: int, found: Found, loads: list[Key]) -> int:
+        """Also count the hits, and queue pages for a store that are on the device alone.
+
+        A load replaces the content of its pages, so the next plan must not zero them meanwhile.
+        """
+        tier, holding = self.tier, self._holdings[request_id]
+        if not tier.num_slots:
+            return 0
+        own = [holding.keys.full(i) for i in range(holding.num_named)]
+        tier.touch(reversed(own))
+        for key, page in zip(own, found.pages, strict=True):
+            tier.note(key, page, is_issued=True)
+        cached = found.num_cached if found.source else len(own) * self.page_tokens
+        tier.counts["asked_tokens"] += len(holding.keys.tokens)
+        tier.counts["gpu.hit_tokens"] += cached
+        if not loads:
+            return 0
+        pages = holding.pages[len(own) : len(own) + len(loads)]
+        if again := set(self._to_clean).intersection(pages):
+            self._to_clean = [page for page in self._to_clean if page not in again]
+            self._dirty |= again
+        return tier.start_load(request_id, len(own), keys=loads, pages=pages)
+
+    def awaited(self, keys: PageKeys, before: int) -> int:
+        if not self.tier.loads:
+            return 0
+        return self.tier.awaited(keys, self._most_shared(keys), before, self.page_tokens)
+
+    # -- transfers --------------------------------------------------------------------------
+
+    @property
+    def num_moving(self) -> int:
+        return self.tier.num_moving
+
+    @property
+    def has_moves(self) -> bool:
+        return self.tier.has_queued
+
+    def taken_moves(self) -> Moves | None:
+        chosen = self.tier.taken_candidates()
+        present = {key: page for key, page in chosen.items() if self._page_of.get(key) == page}
+        self.tier.counts["host.dropped"] += len(chosen) - len(present)  # evicted meanwhile
+        for page in self.tier.start_store(present, self._dirty):
+            self.pool.hold(page)
+        return self.tier.taken_moves()
+
+    def moved(self, moved: Moved) -> tuple[int, bool]:
+        tier = self.tier
+        self._num_releases += 1
+        if (store := tier.stores.get(moved.ticket)) is not None:
+            tier.measured(moved, len(store.pages), is_load=False)
+            self._drop(tier.end_store(moved.ticket, ok=moved.ok))
+            return -1, moved.ok
+        tier.measured(moved, len(tier.loads[moved.ticket].pages), is_load=True)
+        load, ok = tier.end_load(moved.ticket, ok=moved.ok)
+        self._dirty.update(load.pages)  # a failed load may have written anything
+        for key, page in zip(load.keys, load.pages, strict=True):
+            if ok:
+                self._name(key, page)
+                if not tier.is_unverified(key):
+                    self._dirty.discard(page)
+        if load.request_id < 0:
+            self._drop(load.pages)
+        elif ok:
+            self._holdings[load.request_id].num_named += len(load.pages)
+            tier.counts["host.hit_tokens"] += len(load.pages) * self.page_tokens
+        return load.request_id, ok
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        self.tier.costs.computed(num_tokens, seconds)
+
+    def tier_stats(self) -> dict[str, float]:
+        return self.tier.stats() if self.tier.num_slots else {}
+
+    # -- registration and departures --------------------------------------------------------
+
+    def _newly_full(self, holding: Holding, num_computed: int) -> range:
+        filled = super()._newly_full(holding, num_computed)
+        for i in filled if self.tier.num_slots else ():
+            self.tier.note(holding.keys.full(i), holding.pages[i], is_issued=False)
+        return filled
+
+    def mark_unverified(self, request_id: int, written: range) -> None:
+        super().mark_unverified(request_id, written)
+        holding, size = self._holdings[request_id], self.page_tokens
+        end = min(self.num_pages_for(written.stop), holding.num_named) if written else 0
+        for i in range(written.start // size, end):
+            self.tier.mark_unverified(holding.keys.full(i))
+
+    def invalidate(self, request_id: int, start: int = 0) -> None:
+        """Also remove the pages from host memory, and from transfers in progress."""
+        for key in self._holdings[request_id].keys.computed[start // self.page_tokens :]:
+            self.tier.invalidate(key)
+        super().invalidate(request_id, start)
+
+    def invalidate_by_keys(self, keys: PageKeys) -> None:
+        for key in keys.computed:
+            self.tier.invalidate(key)
+        super().invalidate_by_keys(keys)
+
+    def release(self, request_id: int) -> None:
+        holding = self._holdings[request_id]
+        if self.tier.num_slots:
+            self.tier.touch(reversed(holding.keys.computed[: holding.num_named]))
+        if quarantined := self.tier.abandon(request_id):
+            holding.pages = [page for page in holding.pages if page not in quarantined]
+        super().release(request_id)
+
+    def check(self) -> None:
+        super().check()
+        self.tier.check()
+        loading = [page for load in self.tier.loads.values() for page in load.pages]
+        assert len(loading) == len(set(loading)), "two loads write one page"
+        assert not self._keys_of.keys() & set(loading), "registered before it has arrived"
+        assert not set(self._to_clean) & set(loading), "zeroed while it arrives"
+        stored = [page for store in self.tier.stores.values() for page in store.pages]
+        held = self.pool.held
+        assert held.issuperset(loading) and held.issuperset(stored), "free during a transfer"

@@ -1,0 +1,393 @@
+"""Pages in host memory below the device's cache, as the scheduler sees them.
+
+Theory of operation:
+
+    1. note     a page has filled and is registered for reuse: queue it for a store
+    2. store    a later plan copies it to a host slot; the page is held until the copy has ended
+    3. find     only then the slot can be found, by the same key as the page
+    4. load     a request that needs the page gets a blank one; a transfer fills it from the slot
+    5. end      the page is registered; requests that wait for it (state ARRIVING) go on
+
+    queued --start_store--> storing --end--> kept --start_load--> read by a load --end--> kept
+                                              '--evicted: least recently used first--> free
+
+Only keys, pages, slots and tickets are handled here. A transfer is a ticket that is reported ended
+later, with or without success. Other sources of pages can thus use the same path.
+
+Decision: write through. A page is stored soon after it was registered, and not when it is evicted.
+An eviction needs the page at once, so the step would wait for the copy. The copies of new pages
+take a few percent of the bus, and a preempted request finds its pages. The cost is that pages are
+stored which are never evicted.
+
+Decision: a load is all or nothing. If it fails, the request computes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from nanovllm.kv.keys import Key, PageKeys
+from nanovllm.plan import Copies, Moved, Moves
+
+MOST_STORING = 64  # pages in stores that have not ended; they cannot be evicted from the device
+MEASURED = 9  # latest measurements whose median is used
+LEAST_MEASURED = 128  # least prompt tokens of a step that shows the cost of a token
+COUNTERS = (
+    "asked_tokens",
+    "gpu.hit_tokens",
+    "host.hit_tokens",
+    "host.stored",
+    "host.loaded",
+    "host.dropped",
+    "host.evicted",
+    "host.failed",
+    "host.declined",
+    "host.store_bytes",
+    "host.load_bytes",
+)  # of wire.Stats.tiers
+
+
+class TransferCosts:
+    """Time to load a page and to compute a token: the medians of the latest measurements.
+
+    `page_s` and `token_s` are assumed before the first ones. `start_s` is the time between the
+    decision to load and the next step that can use the pages, without the copies.
+    """
+
+    def __init__(self, page_s: float = 1e-3, token_s: float = 5e-5, start_s: float = 1e-3) -> None:
+        self.start_s = start_s
+        self.assumed_s = page_s
+        self._page_s = deque([page_s] * MEASURED, maxlen=MEASURED)
+        self._token_s = deque([token_s], maxlen=MEASURED)
+
+    def loaded(self, num_pages: int, seconds: float) -> None:
+        self._page_s.append(seconds / num_pages)
+
+    def declined(self) -> None:
+        """Record a load that was not worth it. After some, one is tried and measured again."""
+        self._page_s.append(self.assumed_s)
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Record a step that computed prompts only."""
+        if num_tokens >= LEAST_MEASURED and seconds > 0:
+            self._token_s.append(seconds / num_tokens)
+
+    def is_worth(self, num_tokens: int, num_pages: int) -> bool:
+        """Return True if loading `num_pages`, in turn, is faster than computing the tokens."""
+        load_s = self.start_s + num_pages * median(self._page_s)
+        return load_s < num_tokens * median(self._token_s)
+
+
+def median(values: Iterable[float]) -> float:
+    """Return the median; of an even number of values, the upper one."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]
+
+
+@dataclass(slots=True)
+class Store:
+    """A transfer of pages to host slots."""
+
+    keys: list[Key]
+    pages: list[int]
+    slots: list[int]
+    void: set[Key] = field(default_factory=set)  # invalidated since its start
+
+
+@dataclass(slots=True)
+class Load:
+    """A transfer to pages of a request: those of its text from index `first` on."""
+
+    request_id: int  # -1 once the request has left; the pages are then in quarantine
+    first: int
+    keys: list[Key]
+    pages: list[int]
+    slots: list[int]
+    is_void: bool = False  # a key was invalidated since its start
+
+
+class HostTier:
+    """Host slots by page key, and the transfers in progress.
+
+    Every slot is free, kept under a key, the target of a store, or an orphan: forgotten while a
+    load still reads it. `forget` is called with each key that is removed.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        page_bytes: int = 0,
+        costs: TransferCosts | None = None,
+        most_queued: int = 1 << 20,
+        most_storing: int = MOST_STORING,
+    ) -> None:
+        self.num_slots = num_slots
+        self.page_bytes = page_bytes
+        self.costs = costs or TransferCosts()
+        self.most_queued = most_queued
+        self.most_storing = most_storing
+        self.forget: Callable[[Key], None] = lambda _: None
+        self.loads: dict[int, Load] = {}
+        self.stores: dict[int, Store] = {}
+        self._kept: OrderedDict[Key, int] = OrderedDict()  # least recently used first
+        self._free = list(range(num_slots))[::-1]
+        self._readers: Counter[int] = Counter()  # loads by slot
+        self._orphans: set[int] = set()
+        self._storing: dict[Key, Store] = {}
+        self._unverified: set[Key] = set()  # keys whose content may contain NaN
+        self._fresh: list[tuple[Key, int]] = []  # filled by the plan under construction
+        self._queue: deque[tuple[Key, int]] = deque()  # filled by issued plans
+        self._ticket = 0
+        self._moves = Moves([], [], [])
+        self.counts: Counter[str] = Counter()  # the names are those of wire.Stats.tiers
+        self.seconds = {"store": 0.0, "load": 0.0}
+
+    # -- lookup -----------------------------------------------------------------------------
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._kept
+
+    def following(self, keys: PageKeys, first: int, end: int) -> list[Key]:
+        """Return the keys of kept pages of a text, from index `first` on, up to the first gap."""
+        found: list[Key] = []
+        while first + len(found) < end and (key := keys.full(first + len(found))) in self._kept:
+            found.append(key)
+        return found
+
+    def is_worth(self, num_tokens: int, num_pages: int) -> bool:
+        """Return True if `num_pages` more arrive sooner than the tokens could be computed."""
+        if not num_tokens:
+            return False
+        waiting = sum(len(load.pages) for load in self.loads.values())
+        return self.costs.is_worth(num_tokens, num_pages + waiting)
+
+    def awaited(self, keys: PageKeys, end: int, before: int, page_tokens: int) -> int:
+        """Return the ticket of a load in progress that a request should wait for, or 0.
+
+        The load brings pages of the first `end` ones of its text. `before` is the ticket that the
+        request has waited for, or 0: no request waits for a second one.
+        """
+        for ticket, load in self.loads.items():
+            most = min(end - load.first, len(load.keys))
+            if before not in (0, ticket) or most < 1 or load.is_void:
+                continue
+            at = range(most)
+            shared = bisect_left(at, True, key=lambda i: keys.full(load.first + i) != load.keys[i])
+            if shared and self.is_worth(shared * page_tokens, 0):
+                return ticket
+        return 0
+
+    def touch(self, keys: Iterable[Key]) -> None:
+        """Count a use of kept pages. The last one is evicted last."""
+        for key in keys:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+
+    # -- stores -----------------------------------------------------------------------------
+
+    def note(self, key: Key, page: int, *, is_issued: bool) -> None:
+        """Queue a registered page for a store. Drop the oldest of too many.
+
+        `is_issued`: the plan that fills it has been issued, and is not the one under construction.
+        """
+        if key in self._kept or key in self._storing or not self.num_slots:
+            return
+        if not is_issued:
+            self._fresh.append((key, page))
+            return
+        if len(self._queue) >= self.most_queued:
+            self._queue.popleft()
+            self.counts["host.dropped"] += 1
+        self._queue.append((key, page))
+
+    @property
+    def has_queued(self) -> bool:
+        """Return True if a store may start with the next plan."""
+        return bool(self._queue or self._fresh) and self._room() > 0
+
+    def _room(self) -> int:
+        return self.most_storing - sum(len(store.pages) for store in self.stores.values())
+
+    def taken_candidates(self) -> dict[Key, int]:
+        """Remove and return queued pages whose stores may start now. Then queue the fresh ones.
+
+        The pages that the present plan fills come later, since it has not been launched. They may
+        also be in the queue, if they had the same text before.
+        """
+        found: dict[Key, int] = {}
+        room, unfilled = self._room(), {key for key, _ in self._fresh}
+        while self._queue and len(found) < room:
+            key, page = self._queue.popleft()
+            if key not in self._kept and key not in self._storing and key not in unfilled:
+                found[key] = page
+        fresh, self._fresh = self._fresh, []
+        for key, page in fresh:
+            self.note(key, page, is_issued=True)
+        return found
+
+    def start_store(self, pages: dict[Key, int], unverified: set[int]) -> list[int]:
+        """Start a store of registered pages. Return those that have got a slot.
+
+        The caller holds these until the transfer ends. `unverified` pages may contain NaN.
+        """
+        store = Store([], [], [])
+        for key, page in pages.items():
+            if (slot := self._blank_slot()) < 0:
+                self.counts["host.dropped"] += 1
+                continue
+            store.keys.append(key)
+            store.pages.append(page)
+            store.slots.append(slot)
+            self._storing[key] = store
+            if page in unverified:
+                self._unverified.add(key)
+        if store.pages:
+            self._ticket += 1
+            self.stores[self._ticket] = store
+            pairs = list(zip(store.pages, store.slots, strict=True))
+            self._moves.stores.append(Copies(self._ticket, pairs))
+        return store.pages
+
+    def _blank_slot(self) -> int:
+        """Return a slot without content, or -1. If none is free, evict the least recently used."""
+        if self._free:
+            return self._free.pop()
+        for key, slot in self._kept.items():  # those being read were used lately: they come last
+            if slot not in self._readers:
+                self._remove(key)
+                self.counts["host.evicted"] += 1
+                return self._free.pop()
+        return -1
+
+    def end_store(self, ticket: int, *, ok: bool) -> list[int]:
+        """End a store, and return its pages, which the caller drops. Its slots are found now."""
+        store = self.stores.pop(ticket)
+        for key, slot in zip(store.keys, store.slots, strict=True):
+            del self._storing[key]
+            if ok and key not in store.void:
+                self._kept[key] = slot
+                self.counts["host.stored"] += 1
+            else:
+                self._free.append(slot)
+                self._unverified.discard(key)
+        self._moves.ended.append(ticket)
+        return store.pages
+
+    # -- loads ------------------------------------------------------------------------------
+
+    def start_load(self, request_id: int, first: int, keys: list[Key], pages: list[int]) -> int:
+        """Start a load of kept pages to blank ones. Return its ticket."""
+        self.touch(reversed(keys))
+        slots = [self._kept[key] for key in keys]
+        self._readers.update(slots)
+        self._ticket += 1
+        self.loads[self._ticket] = Load(request_id, first, keys, pages, slots)
+        pairs = list(zip(slots, pages, strict=True))
+        self._moves.loads.append(Copies(self._ticket, pairs))
+        return self._ticket
+
+    def end_load(self, ticket: int, *, ok: bool) -> tuple[Load, bool]:
+        """End a load. Return it, and True if its pages have their content."""
+        load = self.loads.pop(ticket)
+        for slot in load.slots:
+            self._readers[slot] -= 1
+            if not self._readers[slot]:
+                del self._readers[slot]
+                if slot in self._orphans:
+                    self._orphans.remove(slot)
+                    self._free.append(slot)
+        self._moves.ended.append(ticket)
+        if not ok:
+            self.counts["host.failed"] += 1
+            for key in load.keys:
+                self.invalidate(key)
+        else:
+            self.counts["host.loaded"] += len(load.pages)
+        return load, ok and not load.is_void
+
+    def abandon(self, request_id: int) -> set[int]:
+        """Return the pages that a load still writes for a request that leaves. They stay held."""
+        for load in self.loads.values():
+            if load.request_id == request_id:
+                load.request_id = -1
+                return set(load.pages)
+        return set()
+
+    def measured(self, moved: Moved, num_pages: int, *, is_load: bool) -> None:
+        """Count the bytes and the time of a transfer."""
+        kind = "load" if is_load else "store"
+        self.counts[f"host.{kind}_bytes"] += moved.num_bytes
+        self.seconds[kind] += moved.seconds
+        if is_load and moved.ok:
+            self.costs.loaded(num_pages, moved.seconds)
+
+    # -- content ----------------------------------------------------------------------------
+
+    def mark_unverified(self, key: Key) -> None:
+        """Note that the content under a key may contain NaN."""
+        if key in self._kept or key in self._storing:
+            self._unverified.add(key)
+
+    def is_unverified(self, key: Key) -> bool:
+        return key in self._unverified
+
+    def invalidate(self, key: Key) -> None:
+        """Remove the content under a key, also from transfers in progress."""
+        if (store := self._storing.get(key)) is not None:
+            store.void.add(key)
+        for load in self.loads.values():
+            load.is_void = load.is_void or key in load.keys
+        if key in self._kept:
+            self._remove(key)
+
+    def _remove(self, key: Key) -> None:
+        slot = self._kept.pop(key)
+        self._unverified.discard(key)
+        if slot in self._readers:
+            self._orphans.add(slot)
+        else:
+            self._free.append(slot)
+        self.forget(key)
+
+    # -- plans ------------------------------------------------------------------------------
+
+    @property
+    def num_moving(self) -> int:
+        """The number of transfers that have not ended."""
+        return len(self.stores) + len(self.loads)
+
+    def taken_moves(self) -> Moves | None:
+        """Return the transfers that start, and those that have ended, since the last call."""
+        moves = self._moves
+        if not (moves.ended or moves.stores or moves.loads):
+            return None
+        self._moves = Moves([], [], [])
+        return moves
+
+    def stats(self) -> dict[str, float]:
+        """Return wire.Stats.tiers without the number of arriving requests."""
+        found: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
+        return {
+            **found,
+            **self.counts,
+            "host.pages": self.num_slots,
+            "host.pages_used": self.num_slots - len(self._free),
+            "host.page_bytes": self.page_bytes,
+            "host.queued": len(self._queue) + len(self._fresh),
+            "host.loading": sum(len(load.pages) for load in self.loads.values()),
+            "host.store_s": self.seconds["store"],
+            "host.load_s": self.seconds["load"],
+        }
+
+    def check(self) -> None:
+        stored = [slot for store in self.stores.values() for slot in store.slots]
+        reading = Counter(slot for load in self.loads.values() for slot in load.slots)
+        assert reading == self._readers and self._orphans <= set(reading)
+        places = [*self._free, *self._kept.values(), *stored, *self._orphans]
+        assert sorted(places) == list(range(self.num_slots)), "a slot is lost or in two places"
+        assert set(reading) <= {*self._kept.values(), *self._orphans}, "a read slot is free"
+        assert self._unverified <= {*self._kept, *self._storing}

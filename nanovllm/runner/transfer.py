@@ -1,0 +1,190 @@
+"""Pages in host memory, and the copies between them and the device.
+
+Decision: a page in host memory is contiguous over all layers, and one copy on the bus moves it. On
+the device its parts lie apart, one per layer. They are gathered into one staging page per
+direction, and scattered from another. The bus then moves megabytes at a time, at its full rate.
+
+Decision: each direction has a stream of its own, so neither delays the steps. A transfer begins
+after all work that was enqueued on the steps' stream before it. Work of later plans is ordered
+after it by Moves.ended. On a CPU the same operations are done at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.kv.split import HOST_ALIGNED
+from nanovllm.plan import Copies, Moved, Moves
+from nanovllm.runner.caches import Caches, pin
+from nanovllm.runner.results import Event, HostEvent
+
+PIECE_BYTES = 64 << 30  # of one allocation: CUDA fails to pin 512 GiB at once
+
+
+class HostPages:
+    """Pinned memory for `num_slots` pages of the caches. A page is a row of bytes."""
+
+    def __init__(self, caches: Caches, num_slots: int) -> None:
+        # Tensors of the caches, with the place of their part in a page: offset and bytes.
+        self._parts: list[tuple[Tensor, int, int]] = []
+        end = 0
+        for pages_LPSGA in caches.tensors:
+            part = pages_LPSGA[:, 0]
+            self._parts.append((pages_LPSGA, end, part.nbytes))
+            end += part.nbytes
+        self.page_bytes = -(-end // HOST_ALIGNED) * HOST_ALIGNED
+        self.device = caches.tensors[0].device
+        self._per_piece = max(1, PIECE_BYTES // self.page_bytes)
+        self._pieces: list[Tensor] = []
+        for first in range(0, num_slots, self._per_piece):
+            count = min(self._per_piece, num_slots - first)
+            piece = torch.zeros(count, self.page_bytes, dtype=torch.uint8)
+            if self.device.type == "cuda":
+                pin(piece, self, "cache.host_gib")
+            self._pieces.append(piece)
+
+    def row(self, slot: int) -> Tensor:
+        """Return a slot's bytes, in host memory."""
+        return self._pieces[slot // self._per_piece][slot % self._per_piece]
+
+    def parts(self, row: Tensor, page: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the parts of a row, each with the same part of a page on the device."""
+        found = []
+        for pages_LPSGA, start, num_bytes in self._parts:
+            if num_bytes:
+                part = pages_LPSGA[:, page]
+                own = row[start : start + num_bytes].view(part.dtype)
+                found.append((own.view(part.shape), part))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A transfer that has been enqueued."""
+
+    ticket: int
+    begin: Event
+    end: Event
+    num_bytes: int
+
+
+class Mover:
+    """Executor of transfers. Methods of the same names are in engine.executor.Executor."""
+
+    def __init__(self, host: HostPages) -> None:
+        self.host = host
+        self._on_gpu = host.device.type == "cuda"
+        self._streams: dict[str, Any] = {}  # of stores and of loads
+        self._staging: dict[str, Tensor] = {}
+        if self._on_gpu:
+            for kind in ("stores", "loads"):
+                self._streams[kind] = torch.cuda.Stream()
+                self._staging[kind] = host.row(0).new_empty(host.page_bytes, device=host.device)
+        self._new_event: Callable[[], Event] = HostEvent
+        if self._on_gpu:
+            self._new_event = partial(torch.cuda.Event, enable_timing=True, blocking=True)
+        self._started: dict[str, deque[Started]] = {"stores": deque(), "loads": deque()}
+        self._ends: dict[int, Event] = {}  # by ticket, until Moves.ended
+        self._to_watch: SimpleQueue[Event] | None = None
+
+    @torch.inference_mode()
+    def move(self, moves: Moves) -> None:
+        """Enqueue the transfers. On a CPU, do them."""
+        for ticket in moves.ended:
+            self._order_after(self._ends.pop(ticket))
+        issued = self._recorded()
+        for copies in moves.stores:
+            self._enqueue("stores", copies, issued)
+        for copies in moves.loads:
+            self._enqueue("loads", copies, issued)
+
+    def _order_after(self, end: Event) -> None:
+        """Order all later work of this rank after the end of a transfer."""
+        if self._on_gpu:
+            for stream in (torch.cuda.current_stream(), *self._streams.values()):
+                stream.wait_event(end)
+
+    def _enqueue(self, kind: str, copies: Copies, issued: Event) -> None:
+        with torch.cuda.stream(self._streams[kind]) if self._on_gpu else nullcontext():
+            if self._on_gpu:
+                self._streams[kind].wait_event(issued)
+            begin = self._recorded()
+            for pair in copies.pairs:
+                if kind == "stores":
+                    self._store(*pair)
+                else:
+                    self._load(*pair)
+            end = self._recorded()
+        num_bytes = len(copies.pairs) * self.host.page_bytes
+        self._started[kind].append(Started(copies.ticket, begin, end, num_bytes))
+        self._ends[copies.ticket] = end
+        if self._to_watch is not None:
+            self._to_watch.put(end)
+
+    def _store(self, page: int, slot: int) -> None:
+        row = self.host.row(slot)
+        staged = self._staging.get("stores", row)
+        for own, part in self.host.parts(staged, page):
+            own.copy_(part)
+        if staged is not row:
+            row.copy_(staged, non_blocking=True)
+
+    def _load(self, slot: int, page: int) -> None:
+        row = self.host.row(slot)
+        staged = self._staging.get("loads", row)
+        if staged is not row:
+            staged.copy_(row, non_blocking=True)
+        for own, part in self.host.parts(staged, page):
+            part.copy_(own)
+
+    def _recorded(self) -> Event:
+        event = self._new_event()
+        event.record()
+        return event
+
+    def moved(self) -> list[Moved]:
+        """Return the transfers that have ended since the last call, in order of each direction."""
+        found = []
+        for started in self._started.values():
+            while started and started[0].end.query():
+                one = started.popleft()
+                seconds = 1e-3 * one.begin.elapsed_time(one.end)
+                found.append(Moved(one.ticket, num_bytes=one.num_bytes, seconds=seconds))
+        return found
+
+    def call_when_moved(self, wake: Callable[[], object]) -> None:
+        """Call `wake` from a thread after the end of each transfer."""
+        self._to_watch = SimpleQueue()
+        threading.Thread(target=self._watch, args=(self._to_watch, wake), daemon=True).start()
+
+    def _watch(self, ends: SimpleQueue[Event], wake: Callable[[], object]) -> None:
+        if self._on_gpu:
+            torch.cuda.set_device(self.host.device)
+        while True:
+            ends.get().synchronize()
+            wake()
+
+
+class NoTiers:
+    """Substitute for a device without a tier below it."""
+
+    def move(self, moves: Moves) -> None:
+        """Raise ValueError."""
+        raise ValueError("the plan has transfers, but cache.host_gib is 0")
+
+    def moved(self) -> list[Moved]:
+        """Return an empty list."""
+        return []
+
+    def call_when_moved(self, wake: Callable[[], object]) -> None:
+        """Do nothing: there are no transfers."""

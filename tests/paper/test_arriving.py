@@ -1,0 +1,277 @@
+"""Requests whose pages arrive from host memory: late, never, shared, aborted and preempted."""
+
+from __future__ import annotations
+
+from array import array
+from random import Random
+from typing import Any
+
+from nanovllm.kv.keys import PageKeys
+from nanovllm.kv.tiers import TransferCosts
+from nanovllm.sched.request import State
+from nanovllm.wire import Abort, FinishReason
+from tests.paper.conversations import by_chance
+from tests.paper.engine import PAGE, PaperEngine, generate
+from tests.paper.gpu import POISON, solo_run
+from tests.paper.test_random_batches import NUM_ENGINES, converse, sizes_of_engines
+
+A, B = (
+    [1, 2, 3] * 9,
+    [4, 5, 6] * 9,
+)  # 27 tokens: six full pages and a part, which two new tokens fill
+
+
+def small_caches(rng: Random) -> dict[str, Any]:
+    sizes, page = sizes_of_engines(rng), rng.choice([1, 2, 3])
+    return sizes | dict(
+        page=page,
+        num_pages=rng.randint(20, 36) // page,
+        prefix=rng.randint(0, 9) > 0,
+        host=rng.choice([2, 6, 40, 40, 40]),
+        host_cost=rng.choice([0.0, 0.0, 0.0, 2.0]),
+        most_storing=rng.choice([1, 3, 8]),
+        most_polls=rng.choice([0, 1, 4, 20]),
+        fail_every=rng.choice([0, 0, 1, 3]),
+        transfers=rng.randint(0, 1000),
+    )
+
+
+def test_transfers_never_change_the_text() -> None:
+    by_chance(lambda rng: converse(rng, small_caches), NUM_ENGINES // 32)
+
+
+def engine_of(num_pages: int = 9, polls: int = 0, **sizes: Any) -> PaperEngine:
+    """Return an engine that has computed A, then B, and evicted most of A's pages."""
+    sizes = dict(num_slots=4, budget=64, host=40, depth=1) | sizes
+    engine = PaperEngine(num_pages=num_pages, **sizes)
+    for name, prompt in ((100, A), (101, B)):
+        engine.say(generate(name, prompt, 2))
+        engine.finish_all()
+    engine.transfers.polls = polls
+    return engine
+
+
+def states(engine: PaperEngine) -> dict[int, State]:
+    return {name: one.state for name, one in engine.scheduler.queue.by_id.items()}
+
+
+def tiers(engine: PaperEngine) -> dict[str, float]:
+    return engine.scheduler.stats().tiers
+
+
+def right(engine: PaperEngine, name: int, prompt: list[int], max_new: int) -> bool:
+    recurrent = engine.gpu.recurrent
+    return engine.text[name] == solo_run(prompt, max_new, [], recurrent=recurrent)
+
+
+def test_an_evicted_prompt_comes_back() -> None:
+    engine = engine_of()
+    assert tiers(engine)["host.stored"] == 14
+    engine.say(generate(0, A, 3))
+    engine.finish_all()
+    assert engine.cached[0] == 24 and right(engine, 0, A, 3)
+    assert tiers(engine)["host.hit_tokens"] == 4 * tiers(engine)["host.loaded"] > 0
+    assert sum(fed for _, fed in engine.gpu.fed) == 27 + 27 + 3
+
+
+def test_an_arriving_request_is_not_planned_and_delays_no_other() -> None:
+    engine = engine_of(num_pages=16, polls=1000, num_slots=3)
+    engine.say(generate(2, [9] * 29, 2))  # evicts A
+    engine.finish_all(most_steps=1100)
+    engine.say(generate(1, [7] * 3, 12))
+    engine.say(generate(0, A, 3))
+    num_plans = len(engine.plans)
+    for _ in range(10):
+        engine.step()
+    assert states(engine) == {0: State.ARRIVING, 1: State.DECODING}
+    assert len(engine.plans) == num_plans + 10 and len(engine.text[1]) == 9
+    assert 0 not in engine.cached and tiers(engine)["arriving"] == 1
+    engine.finish_all()
+    assert right(engine, 0, A, 3) and right(engine, 1, [7] * 3, 12)
+
+
+def test_the_loop_is_blocked_while_only_transfers_are_left() -> None:
+    engine = engine_of(polls=5)
+    engine.say(generate(0, A, 1))
+    engine.step()
+    num_plans = len(engine.plans)
+    for _ in range(4):
+        assert engine.loop.is_blocked and not engine.loop.idle
+        engine.step()
+    assert len(engine.plans) == num_plans
+    engine.step()
+    engine.step()
+    assert not engine.loop.is_blocked and len(engine.plans) > num_plans
+    engine.finish_all()
+    assert not engine.loop.is_blocked and engine.loop.idle
+
+
+def test_pages_of_an_aborted_load_are_in_quarantine_until_it_ends() -> None:
+    engine = engine_of(polls=6)
+    engine.say(generate(0, A, 1))
+    engine.step()
+    (load,) = engine.memory.tier.loads.values()
+    engine.say(Abort(0))
+    assert engine.finish[0] == FinishReason.ABORT and not states(engine)
+    pool = engine.memory.pool
+    assert pool.num_free == pool.num_pages - len(load.pages)
+    engine.say(generate(1, [8] * 20, 3))  # would need pages of the load
+    engine.step()
+    assert pool.held >= set(load.pages)
+    engine.finish_all()
+    assert pool.num_free == pool.num_pages and right(engine, 1, [8] * 20, 3)
+
+
+def test_what_an_aborted_load_brought_is_found() -> None:
+    engine = engine_of(polls=2)
+    engine.say(generate(0, A, 1))
+    engine.step()
+    engine.say(Abort(0))
+    for _ in range(5):
+        engine.step()
+    engine.say(generate(1, A, 1))
+    engine.finish_all()
+    assert engine.cached[1] == 24 and engine.transfers.num_loads == 1
+
+
+def test_all_that_share_a_prefix_wait_for_one_load() -> None:
+    engine = engine_of(num_pages=14, polls=8)
+    engine.say(generate(9, [9] * 50, 1))  # evicts A
+    engine.finish_all()
+    for name in range(3):
+        engine.say(generate(name, A, 2))
+    for _ in range(4):
+        engine.step()
+    assert states(engine) == {0: State.ARRIVING, 1: State.WAITING, 2: State.WAITING}
+    engine.finish_all()
+    assert engine.transfers.num_loads == 1
+    assert engine.cached[0] == 24 and engine.cached[1] >= 24 and engine.cached[2] >= 24
+    assert all(right(engine, name, A, 2) for name in range(3))
+
+
+def test_after_a_failed_load_all_compute() -> None:
+    engine = engine_of(num_pages=24, polls=3, fail_every=1)
+    engine.say(generate(9, [9] * 90, 1))
+    engine.finish_all()
+    for name in range(3):
+        engine.say(generate(name, A, 2))
+    engine.finish_all(most_steps=20)
+    assert engine.transfers.num_loads == 1 and tiers(engine)["host.failed"] == 1
+    assert engine.cached[0] == 0
+    assert all(right(engine, name, A, 2) for name in range(3))
+
+
+def test_a_load_that_costs_more_than_computing_is_declined() -> None:
+    for cost, num_loads in ((4.1, 0), (3.9, 1)):  # a page has 4 tokens of one second each
+        engine = engine_of(host_cost=cost)
+        engine.memory.tier.costs = TransferCosts(page_s=cost, token_s=1.0, start_s=0.0)
+        engine.say(generate(0, A, 2))
+        engine.finish_all()
+        assert engine.transfers.num_loads == num_loads and right(engine, 0, A, 2)
+        assert tiers(engine)["host.declined"] == 1 - num_loads
+
+
+def test_tenants_do_not_share_host_memory() -> None:
+    engine = engine_of()
+    engine.say(generate(0, A, 2, salt="other"))
+    engine.finish_all()
+    assert engine.cached[0] == 0 and engine.transfers.num_loads == 0
+
+
+def test_a_preempted_request_comes_back_from_host_memory() -> None:
+    engine = PaperEngine(num_pages=8, num_slots=3, budget=32, host=40)
+    for i in range(3):
+        engine.say(generate(i, [i] * 6, 14))
+    engine.finish_all()
+    assert engine.scheduler.stats().num_preemptions >= 2
+    assert tiers(engine)["host.hit_tokens"] >= PAGE
+    for i in range(3):
+        assert right(engine, i, [i] * 6, 14)
+
+
+def test_an_arriving_request_is_preempted_and_its_pages_are_not_given_away() -> None:
+    engine = engine_of(num_pages=9, polls=30, num_slots=2)
+    engine.say(generate(1, [7] * 7, 14, priority=-1))
+    engine.step()
+    engine.say(generate(0, A[:21], 2, priority=1))
+    for _ in range(14):
+        engine.step()
+    assert states(engine).get(0) in (State.WAITING, None) and len(engine.memory.tier.loads) == 1
+    engine.finish_all()
+    assert engine.scheduler.stats().num_preemptions == 1
+    assert right(engine, 0, A[:21], 2) and right(engine, 1, [7] * 7, 14)
+
+
+def test_pages_of_a_corrupted_request_leave_host_memory() -> None:
+    engine = PaperEngine(num_pages=9, num_slots=2, budget=8, host=40)
+    engine.say(generate(0, [*A, POISON], 2))
+    engine.finish_all()
+    assert engine.finish[0] == FinishReason.ERROR
+    assert tiers(engine)["host.stored"] > 0 and tiers(engine)["host.pages_used"] == 0
+
+
+def test_content_that_nobody_checked_is_cleaned_after_a_load() -> None:
+    """A prompt with NaN is aborted between its chunks. Its pages go to host memory and back."""
+    engine = PaperEngine(num_pages=9, num_slots=2, budget=8, host=40, depth=0)
+    bad = [3, POISON, *A]
+    engine.say(generate(0, bad, 2))
+    for _ in range(3):
+        engine.step()
+    engine.say(Abort(0))
+    engine.finish_all()
+    engine.say(generate(1, B + B[:6], 2))  # evicts the pages
+    engine.finish_all()
+    engine.say(generate(2, bad, 2))
+    engine.transfers.polls = 0
+    engine.step()
+    engine.say(Abort(2))
+    engine.finish_all()
+    assert engine.transfers.num_loads == 1
+    for name, prompt in ((3, B + B[:6]), (4, [8] * 33)):
+        engine.say(generate(name, prompt, 2))
+        engine.finish_all()
+        assert right(engine, name, prompt, 2)
+
+
+def test_stores_are_dropped_first_and_counted() -> None:
+    engine = PaperEngine(num_pages=9, num_slots=4, budget=64, host=40, most_storing=1)
+    engine.transfers.polls = 20
+    for name, prompt in enumerate((A, B, [9] * 27)):
+        engine.say(generate(name, prompt, 2))
+        for _ in range(6):
+            engine.step()
+        assert name in engine.finish, "waited for a store"
+    engine.finish_all()
+    assert tiers(engine)["host.dropped"] + tiers(engine)["host.stored"] == 21
+    assert tiers(engine)["host.dropped"] > 0
+
+
+def test_the_end_of_the_least_recently_used_text_leaves_host_memory_first() -> None:
+    engine = engine_of(num_pages=14, host=10)
+    assert tiers(engine)["host.evicted"] == 4
+    tier = engine.memory.tier
+    kept = [
+        [PageKeys(array("i", text), "", PAGE).full(i) in tier for i in range(6)] for text in (A, B)
+    ]
+    # The seventh page of A, which its output filled, was stored after its release.
+    assert kept == [[True] * 2 + [False] * 4, [True] * 6]
+
+
+def test_recurrent_states_and_pages_come_back_together() -> None:
+    engine = engine_of(num_pages=10, checkpoints=8)
+    engine.say(generate(0, A, 3))
+    engine.finish_all()
+    assert engine.cached[0] == 24 and right(engine, 0, A, 3)
+    assert engine.transfers.num_loads == 1
+
+
+def test_a_state_that_is_lost_during_the_load_is_computed() -> None:
+    engine = engine_of(num_pages=10, checkpoints=8, polls=4)
+    engine.say(generate(0, A, 3))
+    engine.step()
+    assert states(engine) == {0: State.ARRIVING}
+    lost = engine.memory.states
+    for state in list(lost._of.values()):
+        lost.remove(state)
+    engine.finish_all()
+    assert engine.cached[0] == 0 and right(engine, 0, A, 3)

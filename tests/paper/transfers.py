@@ -1,0 +1,99 @@
+"""Simulated transfers between the pages of the simulated GPU and host slots.
+
+A transfer ends some polls after its start, in random order, and a load may fail. Meanwhile the
+targets of a load contain BUSY, and those of a failed one NaN. A store reads its pages at its start
+and once more at its end, so that they must contain the text already, and still.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from nanovllm.plan import Copies, Moved, Moves, StepPlan
+from tests.paper.draft_layers import NAN
+
+BUSY = -3
+
+
+@dataclass
+class Transfer:
+    ticket: int
+    kind: str
+    pairs: list[tuple[int, int]]
+    content: list[list[int]]  # of the sources, at the start
+    polls: int  # until its end
+
+
+class PaperTransfers:
+    """Part of an engine.executor.Executor. `memories` are the pages of all layers."""
+
+    def __init__(
+        self, memories: list[list[list[int]]], rng: Random, *, most_polls: int, fail_every: int
+    ) -> None:
+        self.memories = memories
+        self.rng = rng
+        self.most_polls = most_polls
+        self.fail_every = fail_every
+        self.slots: dict[int, list[list[int]]] = {}  # content of each layer
+        self.running: list[Transfer] = []
+        self.reported: set[int] = set()  # and not yet in Moves.ended
+        self.num_loads = 0  # that have ended
+        self.polls: int | None = None  # of all later transfers, if it is not random
+
+    def move(self, moves: Moves) -> None:
+        assert set(moves.ended) <= self.reported, "ended without a report"
+        self.reported -= set(moves.ended)
+        for copies in moves.stores:
+            sources = [page for page, _ in copies.pairs]
+            self._start("store", copies, [self._cells(page) for page in sources])
+        for copies in moves.loads:
+            self._start("load", copies, [self.slots[slot] for slot, _ in copies.pairs])
+            for _, page in copies.pairs:
+                self._write(page, [[BUSY] * len(cells) for cells in self._cells(page)])
+
+    def _start(self, kind: str, copies: Copies, content: list[list[list[int]]]) -> None:
+        targets = {target for _, target in copies.pairs}
+        for other in self.running:
+            own = other.pairs if other.kind == kind else [pair[::-1] for pair in other.pairs]
+            assert not targets & {target for _, target in own}, "a target is in use"
+        polls = self.rng.randint(0, self.most_polls) if self.polls is None else self.polls
+        self.running.append(Transfer(copies.ticket, kind, copies.pairs, content, polls))
+
+    def _cells(self, page: int) -> list[list[int]]:
+        return [memory[page].copy() for memory in self.memories]
+
+    def _write(self, page: int, content: list[list[int]]) -> None:
+        for memory, cells in zip(self.memories, content, strict=True):
+            memory[page] = cells.copy()
+
+    def moved(self) -> list[Moved]:
+        for one in self.running:
+            one.polls -= 1
+        ended = [one for one in self.running if one.polls < 0]
+        self.running = [one for one in self.running if one.polls >= 0]
+        self.rng.shuffle(ended)
+        self.reported |= {one.ticket for one in ended}
+        return [self._end(one) for one in ended]
+
+    def _end(self, one: Transfer) -> Moved:
+        if one.kind == "store":
+            for (page, slot), content in zip(one.pairs, one.content, strict=True):
+                assert self.memories[0][page] == content[0], "written to during a store"
+                self.slots[slot] = content
+            return Moved(one.ticket)
+        self.num_loads += 1
+        ok = not self.fail_every or self.num_loads % self.fail_every > 0
+        for (slot, page), content in zip(one.pairs, one.content, strict=True):
+            assert self.slots[slot] == content, "a slot was replaced during a load"
+            assert set(self.memories[0][page]) == {BUSY}, "written to during a load"
+            failed = [[NAN] * len(cells) for cells in content]
+            self._write(page, content if ok else failed)
+        return Moved(one.ticket, ok=ok)
+
+    def check(self, plan: StepPlan) -> None:
+        """Assert that a plan uses no page that a transfer may still write."""
+        busy = {page for one in self.running if one.kind == "load" for _, page in one.pairs}
+        given = {page for got in (*plan.admits, *plan.grants) for page in got.pages}
+        used = given.union(plan.clean, *plan.copies)
+        assert not busy & used, "planned during a load"
