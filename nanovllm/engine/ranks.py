@@ -37,6 +37,7 @@ from nanovllm.plan import (
     LanesPlan,
     LanesResult,
     Masks,
+    Moved,
     Moves,
     StepPlan,
     StepResult,
@@ -94,8 +95,6 @@ class RankedExecutor:
         self.own = own
         self.place = place
         self.vet: Callable[[Generate], None] = own.vet
-        self.moved = own.moved  # Moves.ended orders the work of the other ranks
-        self.call_when_moved = own.call_when_moved
         self.steps_by_mode: Counter[str] = own.steps_by_mode if place.lanes == 1 else Counter()
         self.padded_tokens = 0
         self._loads: list[ExpertLoad | None] = [None] * (place.lanes - 1)
@@ -111,6 +110,13 @@ class RankedExecutor:
         self.padded_tokens = self.own.padded_tokens + sum(one.padded_tokens for one in said)
         self._loads = [one.experts or old for one, old in zip(said, self._loads, strict=True)]
         return [one.result for one in said]
+
+    def moved(self) -> list[Moved]:
+        """Return the transfers that have ended on rank 0. Moves.ended orders those of others."""
+        return self.own.moved()
+
+    def call_when_moved(self, wake: Callable[[], object]) -> None:
+        self.own.call_when_moved(wake)
 
     def move(self, moves: Moves) -> None:
         self.place.send(encode(PlanMessage([], moves=moves)))

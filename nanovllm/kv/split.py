@@ -124,6 +124,8 @@ class Split(NamedTuple):
         states = f", checkpoints: {self.checkpoints}" if self.layout.state is not None else ""
         if self.host_bytes:
             states += f", checkpoint_host_gib: {self.cache.checkpoint_host_gib}"
+        if self.cache.host_gib:
+            states += f", host_gib: {self.cache.host_gib}"
         return f"pages: {self.pages}{states}"
 
     def numbers(self, lengths: Sequence[int], ranks: int) -> dict[str, float]:
@@ -135,6 +137,10 @@ class Split(NamedTuple):
         """
         layout, size = self.layout, self.page_tokens
         found: dict[str, float] = {"pages": self.pages, "tokens": self.pages * size}
+        if below := num_host_pages(self.cache, layout, size):
+            each = host_page_bytes(layout, size)
+            found |= {"pages in host memory": below, "tokens in host memory": below * size}
+            found["all pages in the host's memory, GiB"] = ranks * below * each / 2**30
         if state := layout.bytes_per_state:
             found |= {"checkpoints": self.checkpoints, "a state, MiB": state / 2**20}
             found["all checkpoints in the host's memory, GiB"] = ranks * self.host_bytes / 2**30

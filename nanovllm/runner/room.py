@@ -14,7 +14,7 @@ import torch
 from nanovllm_kernels.products.library_linear import ADDED_LINEAR
 
 from nanovllm.config import ConfigError, given_or
-from nanovllm.kv.split import Split, running_bytes
+from nanovllm.kv.split import Split, host_page_bytes, num_host_pages, running_bytes
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.resolved import GIB, Resolved
 
@@ -118,8 +118,15 @@ def need_of(found: Resolved) -> Need:
             f"cache.checkpoint_host_gib: a rank's checkpoints take {gib(split.host_bytes)}; this "
             f"machine has {gib(host)} available for it"
         )
+    below = num_host_pages(cache, found.layout, found.page_tokens)
+    below_bytes = below * host_page_bytes(found.layout, found.page_tokens)
+    if below_bytes > (host := host - split.host_bytes):
+        raise ConfigError(
+            f"cache.host_gib: a rank's {below:,} pages in host memory take {gib(below_bytes)}; "
+            f"this machine has {gib(host)} available for them"
+        )
     if device.type == "cpu":
-        room, place = host - split.host_bytes, "this machine"
+        room, place = host - below_bytes, "this machine"
     else:
         free, total = torch.cuda.mem_get_info(device)
         room = min(free, int(total * recipe.cache.memory_fraction) - (total - free))

@@ -11,7 +11,14 @@ from nanovllm.config import Cache, ConfigError, Recipe, Schedule, Speculate
 from nanovllm.kv.hybrid import HybridMemory, memory_of
 from nanovllm.kv.keys import PageKeys
 from nanovllm.kv.layout import CacheLayout, PagedGroup, StateGroup
-from nanovllm.kv.split import Split, decode_bytes, num_paged, room_for_pages, running_bytes
+from nanovllm.kv.split import (
+    Split,
+    decode_bytes,
+    num_host_pages,
+    num_paged,
+    room_for_pages,
+    running_bytes,
+)
 
 GIB = 1 << 30
 PAGE = 128
@@ -21,6 +28,17 @@ NEXT = CacheLayout(
     state=StateGroup(tuple(i for i in range(48) if i % 4 < 3), 8192, 3, 32, 128, 128, 2),
 )
 DENSE = CacheLayout(paged=NEXT.paged)
+
+
+def test_pages_in_host_memory_are_counted_and_pinned_in_a_plan() -> None:
+    cache = Cache(host_gib=3.0)
+    assert num_host_pages(cache, DENSE, PAGE) == 1024 and num_host_pages(Cache(), DENSE, PAGE) == 0
+    split = Split(10, cache, DENSE, PAGE)
+    numbers = split.numbers([500], ranks=2)
+    assert numbers["pages in host memory"] == 1024
+    assert numbers["tokens in host memory"] == 131_072
+    assert numbers["all pages in the host's memory, GiB"] == 6
+    assert split.pin == "pages: 10, host_gib: 3.0"
 
 
 def test_a_state_has_the_bytes_that_the_model_has() -> None:

@@ -23,6 +23,11 @@ QUEUE, DECODING = "nanovllm/sched/queue.py", "nanovllm/sched/decoding.py"
 DRAFTING = "nanovllm/sched/drafting.py"
 POLICY = "nanovllm/sched/policy.py"
 PAPER, LAYERS = "tests/paper/gpu.py", "tests/paper/draft_layers.py"
+TIERED, TIERS, LOOP = (
+    "nanovllm/kv/tiered.py",
+    "nanovllm/kv/tiers.py",
+    "nanovllm/engine/loop.py",
+)
 BATCH, DRAFTER = "nanovllm/runner/batch.py", "nanovllm/spec/model_drafter.py"
 
 MUTANTS = [
@@ -205,6 +210,33 @@ MUTANTS = [
     Mutant("drafts follow the last draft, accepted or not", DRAFTER, "step.lengths_N[rows_R] - lag - before_R", "fed_R + more - 1", "test_each_step_accepts_the_drafts_that_transformers_would_propose"),
     Mutant("the first pass leaves out the drawn token", DRAFTER, "more, device = len(rows_R), 1 - lag,", "more, device = len(rows_R), 0,", "test_keys_and_drafts_are_those_of_the_whole_text_at_once"),
     Mutant("the page table keeps pages of an earlier request", BATCH, "            self.pages_NM.index_fill_(0, at_N, 0)\n", "            pass\n", "test_pages_that_a_slot_does_not_have_are_the_padding_page"),
+    Mutant("pages are found before they have arrived", TIERED, "        return tier.start_load(request_id, len(own), keys=loads, pages=pages)\n", "        for key, page in zip(loads, pages, strict=True):\n            self._name(key, page)\n        return tier.start_load(request_id, len(own), keys=loads, pages=pages)\n", "test_an_evicted_prompt_comes_back"),
+    Mutant("pages of an aborted load are given away", TIERED, "        if quarantined := self.tier.abandon(request_id):\n", "        if quarantined := self.tier.abandon(request_id) and set():\n", "test_pages_of_an_aborted_load_are_in_quarantine_until_it_ends"),
+    Mutant("pages of a preempted load are given away", TIERED, "if page not in quarantined]", "if page]", "test_an_arriving_request_is_preempted_and_its_pages_are_not_given_away"),
+    Mutant("an arriving request is planned", QUEUE, "                if request.state is State.PREFILLING:\n                    self._feed(request, plan)", "                self._feed(request, plan)", "test_an_arriving_request_is_not_planned_and_delays_no_other"),
+    Mutant("stored before the plan that fills it", TIERED, "holding.pages[i], is_issued=False)", "holding.pages[i], is_issued=True)", "test_an_evicted_prompt_comes_back"),
+    Mutant("stored before the plan that fills it again", TIERS, " and key not in unfilled:", ":", "test_a_page_with_its_former_text_is_stored_after_it_is_filled"),
+    Mutant("a slot is found before its store has ended", TIERS, "            self._storing[key] = store\n", "            self._storing[key] = store\n            self._kept[key] = slot\n", "test_an_evicted_prompt_comes_back"),
+    Mutant("a page is evicted during its store", TIERED, "            self.pool.hold(page)\n", "            pass\n", "test_an_evicted_prompt_comes_back"),
+    Mutant("another page than the named one is stored", TIERED, "if self._page_of.get(key) == page}", "if page}", "test_a_page_that_was_evicted_before_its_store_is_not_stored"),
+    Mutant("loaded from the wrong slot", TIERS, "slots = [self._kept[key] for key in keys]", "slots = [self._kept[key] for key in reversed(keys)]", "test_an_evicted_prompt_comes_back"),
+    Mutant("loaded to the wrong pages", TIERED, "pages = holding.pages[len(own) : len(own) + len(loads)]", "pages = holding.pages[-len(loads) :]", "test_an_evicted_prompt_comes_back"),
+    Mutant("a slot is evicted while a load reads it", TIERS, "            if slot not in self._readers:\n                self._remove", "            if True:\n                self._remove", "test_a_slot_is_not_replaced_while_a_load_reads_it"),
+    Mutant("a forgotten slot is free while a load reads it", TIERS, "        if slot in self._readers:\n            self._orphans.add(slot)\n        else:\n            self._free.append(slot)", "        self._free.append(slot)", "test_a_slot_is_not_replaced_while_a_load_reads_it"),
+    Mutant("a failed load counts as arrived", QUEUE, "        if ok:\n            self._arrived.add(request)\n", "        if True:\n            self._arrived.add(request)\n", "test_after_a_failed_load_all_compute"),
+    Mutant("after a failed load the next one is tried", QUEUE, "        request.may_load = False\n", "", "test_a_failed_load_is_not_tried_again"),
+    Mutant("pages of a failed load are not cleaned", TIERED, "        self._dirty.update(load.pages)  # a failed load may have written anything\n", "", "test_pages_of_a_failed_load_are_cleaned"),
+    Mutant("pages are zeroed while they arrive", TIERED, "if again := set(self._to_clean).intersection(pages):", "if again := set[int]():", "test_content_that_nobody_checked_is_cleaned_after_a_load"),
+    Mutant("content that was not checked is trusted after a load", TIERED, "                if not tier.is_unverified(key):\n                    self._dirty.discard(page)", "                self._dirty.discard(page)", "test_content_that_nobody_checked_is_cleaned_after_a_load"),
+    Mutant("corrupted pages stay in host memory", TIERED, "keys.computed[start // self.page_tokens :]:\n            self.tier.invalidate(key)", "keys.computed[start // self.page_tokens :]:\n            pass", "test_pages_of_a_corrupted_request_leave_host_memory"),
+    Mutant("every sharer starts a load of its own", QUEUE, "if ticket := self.memory.awaited(request.keys, request.awaited):", "if ticket := 0:", "test_all_that_share_a_prefix_wait_for_one_load"),
+    Mutant("sharers wait for one load after another", TIERS, "before not in (0, ticket) or most < 1", "most < 1", "test_nobody_waits_for_a_second_load"),
+    Mutant("loads that cost more than computing", TIERED, "if not loads or self.tier.is_worth(num_tokens, len(loads)):", "if True:", "test_a_load_that_costs_more_than_computing_is_declined"),
+    Mutant("loads in progress cost nothing", TIERS, "num_pages + waiting)", "num_pages)", "test_loads_in_progress_count"),
+    Mutant("a lost state is restored", HYBRID, "        if found is None or state is None:\n            return None\n        self.states.restore(state)\n        return found._replace(checkpoint=state.id)", "        return found._replace(checkpoint=0 if state is None else state.id)", "test_a_state_that_is_lost_during_the_load_is_computed"),
+    Mutant("states go when their page leaves the device", HYBRID, "if key not in self.tier and (state", "if (state", "test_recurrent_states_and_pages_come_back_together"),
+    Mutant("a state outlives its page on all tiers", HYBRID, "if key not in self._page_of and (state := self.states.get(key)) is not None:", "if False and (state := self.states.get(key)):", "test_a_state_leaves_with_the_last_copy_of_its_page"),
+    Mutant("a blocked loop spins", LOOP, "return not (self._in_flight or self._has_plan) and self.scheduler.num_moving > 0", "return False", "test_the_loop_is_blocked_while_only_transfers_are_left"),
     Mutant("device: copies nothing", PAPER, "            self.memory[dst] = self.memory[src].copy()\n", "            pass\n", "test_no_page_of_a_corrupted_request_is_found_again"),
     Mutant("device: cleans nothing", PAPER, "        for page in plan.clean:\n            self.memory[page] = [BLANK] * self.page_tokens\n", "", "test_pages_of_a_corrupted_request_are_cleaned_once_for_their_next_owner"),
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from nanovllm.kv.keys import PageKeys
-from nanovllm.kv.tiers import TransferCosts
+from nanovllm.kv.tiers import HostTier, TransferCosts
 from nanovllm.sched.request import State
 from nanovllm.wire import Abort, FinishReason
 from tests.paper.conversations import by_chance
@@ -275,3 +275,105 @@ def test_a_state_that_is_lost_during_the_load_is_computed() -> None:
         lost.remove(state)
     engine.finish_all()
     assert engine.cached[0] == 0 and right(engine, 0, A, 3)
+
+
+def test_a_state_leaves_with_the_last_copy_of_its_page() -> None:
+    engine = engine_of(num_pages=10, checkpoints=8, host=6)
+    for name, text in enumerate(([9] * 27, [8] * 27)):
+        engine.say(generate(name, text, 2))
+        engine.finish_all()
+    assert tiers(engine)["host.evicted"] > 6
+    engine.say(generate(2, A, 3))
+    engine.finish_all()
+    assert engine.cached[2] == 0 and right(engine, 2, A, 3)
+
+
+def test_a_page_with_its_former_text_is_stored_after_it_is_filled() -> None:
+    """A queued page is evicted, and gets the same text once more before its store can start."""
+    engine = PaperEngine(num_pages=7, num_slots=1, budget=64, host=40, most_storing=1, depth=0)
+    engine.transfers.polls = 3
+    for name in range(3):
+        for text in (A[:24], B[:24]):
+            engine.say(generate(10 * name + (text[0] == 4), text, 1))
+            for _ in range(2):
+                engine.step()
+    engine.finish_all()
+    assert tiers(engine)["host.dropped"] > 0
+
+
+def test_a_page_that_was_evicted_before_its_store_is_not_stored() -> None:
+    engine = PaperEngine(num_pages=7, num_slots=1, budget=64, host=40, most_storing=2, depth=0)
+    engine.transfers.polls = 1
+    for name, text in enumerate((A, B, A, B, A, B)):
+        engine.say(generate(name, text, 1))
+        for _ in range(3):
+            engine.step()
+    engine.finish_all()
+    assert all(right(engine, name, text, 1) for name, text in enumerate((A, B, A, B, A, B)))
+    assert tiers(engine)["host.dropped"] > 0 and engine.transfers.num_loads > 0
+
+
+def test_a_slot_is_not_replaced_while_a_load_reads_it() -> None:
+    tier = HostTier(2)
+    assert tier.start_store({b"a": 1, b"b": 2}, set()) == [1, 2]
+    assert tier.end_store(1, ok=True) == [1, 2]
+    assert tier.start_load(7, 0, keys=[b"a", b"b"], pages=[3, 4]) == 2
+    assert tier.start_store({b"c": 5}, set()) == [] and tier.counts["host.dropped"] == 1
+    tier.invalidate(b"a")
+    tier.check()
+    assert tier.start_store({b"c": 5}, set()) == []
+    load, ok = tier.end_load(2, ok=True)
+    assert load.pages == [3, 4] and not ok  # a key was invalidated meanwhile
+    assert tier.start_store({b"c": 5}, set()) == [5]
+    assert b"a" not in tier and b"b" in tier
+    tier.check()
+
+
+def test_a_failed_load_is_not_tried_again() -> None:
+    engine = engine_of(fail_every=1)
+    engine.memory.tier.invalidate = lambda key: None  # what failed stays in host memory
+    engine.say(generate(0, A, 2))
+    engine.finish_all(most_steps=20)
+    assert engine.transfers.num_loads == 1 and right(engine, 0, A, 2)
+
+
+def test_pages_of_a_failed_load_are_cleaned() -> None:
+    engine = engine_of(fail_every=1, polls=3)
+    engine.say(generate(0, A, 2))
+    engine.step()
+    engine.say(Abort(0))
+    for _ in range(5):
+        engine.step()
+    engine.say(generate(1, [8] * 33, 1))
+    engine.finish_all()
+    assert engine.finish[1] == FinishReason.LENGTH and right(engine, 1, [8] * 33, 1)
+
+
+def test_nobody_waits_for_a_second_load() -> None:
+    engine = engine_of(num_pages=24, polls=3)
+    engine.say(generate(9, [9] * 90, 1))
+    engine.finish_all()
+    engine.say(generate(0, A, 2))
+    engine.say(generate(1, A, 2))
+    engine.step()
+    second = engine.scheduler.queue.by_id[1]
+    assert second.awaited > 0
+    second.awaited = 1000  # as if that had been another load, which has ended
+    second.may_load = False
+    engine.step()
+    assert second.state is not State.WAITING
+    engine.finish_all()
+    assert right(engine, 1, A, 2)
+
+
+def test_loads_in_progress_count() -> None:
+    engine = engine_of(num_pages=24, polls=50, host_cost=3.0)
+    for name in (8, 9):
+        engine.say(generate(name, [name] * 60, 1))
+        engine.finish_all(most_steps=200)
+    engine.say(generate(0, A, 2))
+    engine.say(generate(1, B, 2))
+    engine.step()
+    engine.step()
+    assert states(engine)[0] is State.ARRIVING and states(engine)[1] is not State.ARRIVING
+    assert tiers(engine)["host.declined"] > 0

@@ -120,7 +120,7 @@ def test_memory_is_pinned_as_long_as_its_owner_lives(monkeypatch: pytest.MonkeyP
     with pytest.raises(
         ConfigError, match=r"^cache.host_gib: 0.0 GiB of pinned memory: out of memory\(2\)$"
     ):
-        pin(rows_NX, Owner())
+        pin(rows_NX, Owner(), key)
     assert len(asked) == 2
 
 

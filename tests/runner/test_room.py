@@ -115,6 +115,28 @@ def test_checkpoints_must_fit_the_hosts_memory(monkeypatch) -> None:
     )  # no recurrent layers, no checkpoints
 
 
+def test_pages_below_the_device_must_fit_the_hosts_memory(monkeypatch) -> None:
+    tiny = ("load.format=dummy", "dtype=bfloat16", "model.num_layers=4", "cache.page_tokens=128")
+    monkeypatch.setattr(room, "host_memory", lambda: 30 * GIB)
+    before = need_of(on_a_cpu("qwen3-8b", *tiny))
+    found = need_of(on_a_cpu("qwen3-8b", *tiny, "cache.host_gib=20"))
+    assert (before.room, found.room) == (30 * GIB, 10 * GIB)
+    assert found.cache_bytes == before.cache_bytes
+    for ranks, pages, had in ((1, 15_872, 30), (2, 31_744, 15)):  # 2 MiB a page, or half of it
+        line = refused("qwen3-8b", *tiny, f"parallel.tp={ranks}", "cache.host_gib=31")
+        assert line == (
+            f"cache.host_gib: a rank's {pages:,} pages in host memory take 31.0 GiB; this machine "
+            f"has {had}.0 GiB available for them"
+        )
+    line = refused("qwen3-8b", *tiny, "cache.host_gib=0.001")
+    assert line == (
+        "cache.host_gib is 0.001; it must be 0, or at least 0.001954 for a page of 128 tokens, "
+        "16 KiB each"
+    )
+    line = refused("qwen3-8b", *tiny, "cache.host_gib=1", "cache.prefix=false")
+    assert line == "cache.host_gib needs cache.prefix, which is false; drop one of them"
+
+
 def test_engines_of_one_server_share_the_hosts_memory(monkeypatch) -> None:
     """Each engine checks alone, before or after other engines have allocated."""
     tiny = ("load.format=dummy", "dtype=bfloat16", "model.num_layers=4", "parallel.tp=1")
