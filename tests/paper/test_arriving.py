@@ -135,8 +135,8 @@ def test_what_an_aborted_load_brought_is_found() -> None:
 
 
 def test_all_that_share_a_prefix_wait_for_one_load() -> None:
-    engine = engine_of(num_pages=14, polls=8)
-    engine.say(generate(9, [9] * 50, 1))  # evicts A
+    engine = engine_of(num_pages=30, polls=8)
+    engine.say(generate(9, [9] * 110, 1))  # evicts A
     engine.finish_all()
     for name in range(3):
         engine.say(generate(name, A, 2))
@@ -278,7 +278,7 @@ def test_a_state_that_is_lost_during_the_load_is_computed() -> None:
 
 
 def test_a_state_leaves_with_the_last_copy_of_its_page() -> None:
-    engine = engine_of(num_pages=10, checkpoints=8, host=6)
+    engine = engine_of(num_pages=10, checkpoints=8, host=7)
     for name, text in enumerate(([9] * 27, [8] * 27)):
         engine.say(generate(name, text, 2))
         engine.finish_all()
