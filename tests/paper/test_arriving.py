@@ -135,7 +135,7 @@ def test_what_an_aborted_load_brought_is_found() -> None:
 
 
 def test_all_that_share_a_prefix_wait_for_one_load() -> None:
-    engine = engine_of(num_pages=30, polls=8)
+    engine = engine_of(num_pages=30, polls=8, host=60)
     engine.say(generate(9, [9] * 110, 1))  # evicts A
     engine.finish_all()
     for name in range(3):
