@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from msgspec import Struct, field, structs
 
-from nanovllm import checkpoint, experts, hosts, hub, recipes, speculate
+from nanovllm import checkpoint, disk_cache, experts, hosts, hub, recipes, speculate
+from nanovllm.disk_cache import Disk as Disk
 from nanovllm.experts import Experts as Experts
 from nanovllm.hub import Check
 from nanovllm.speculate import Drafts as Drafts, Speculate as Speculate
@@ -71,6 +72,7 @@ class Cache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     checkpoint_host_gib: float = 0.0
     # Host memory per rank for pages that leave the device (kv/tiers.py); pinned on a GPU. 0: none.
     host_gib: float = 0.0
+    disk: Disk | None = None  # below host memory; see disk_cache.py
     prefix: bool = True
 
 
@@ -343,6 +345,7 @@ def _check_ranges(recipe: Recipe) -> None:
             raise ConfigError(f"{path} is {value}; it must be between {low} and {high}")
     hosts.check(recipe.server.allowed_origins, recipe.server.allowed_hosts)
     experts.check(recipe.experts, recipe.load.format, recipe.parallel.tp, recipe.parallel.ep)
+    disk_cache.check(recipe.cache.disk, host_gib=recipe.cache.host_gib)
     if recipe.speculate is not None:
         speculate.check(recipe.speculate, recipe.engine)
 

@@ -103,6 +103,16 @@ class Copies(Struct, frozen=True, array_like=True):
 
     ticket: int  # number of the transfer, greater than 0
     pairs: list[tuple[int, int]]  # (from, to): a page and a host slot, or a host slot and a page
+    # Of a load: (key, host slot) of pages to read from the tier below before the copies.
+    fetches: list[tuple[bytes, int]] = []
+
+
+class Write(Struct, frozen=True, array_like=True):
+    """A host slot to write to the tier below host memory, as one transfer."""
+
+    ticket: int
+    slot: int
+    key: bytes
 
 
 class Moves(Struct, frozen=True, array_like=True):
@@ -116,6 +126,7 @@ class Moves(Struct, frozen=True, array_like=True):
     ended: list[int]
     stores: list[Copies]
     loads: list[Copies]
+    writes: list[Write] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +136,8 @@ class Moved:
     ticket: int
     ok: bool = True  # False: the content of its targets is undefined
     num_bytes: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of the copies between device and host memory
+    fetch_s: float = 0.0  # of a load's pages from the tier below to host memory
 
 
 @dataclass(frozen=True, slots=True)

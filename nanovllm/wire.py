@@ -152,7 +152,8 @@ class Stats(Struct, frozen=True, kw_only=True):
     # Other counters: "host.stored", "host.loaded", "host.dropped" (pages that were not stored),
     # "host.evicted" (pages), "host.failed" and "host.declined" (loads; the latter would cost more
     # than computing). Of rank 0: "host.store_bytes", "host.load_bytes", and the time of the copies
-    # in seconds, "host.store_s" and "host.load_s". Further tiers use the same names.
+    # in seconds, "host.store_s" and "host.load_s". With a disk, also "disk.hit_tokens",
+    # "disk.stored", "disk.loaded", "disk.dropped" and "disk.failed", which mean the same.
     tiers: dict[str, float] = {}
 
 

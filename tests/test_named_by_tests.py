@@ -89,7 +89,6 @@ DRIVEN_BY = {
     "tests/kv/disk/test_store_faults.py": """
         nanovllm/kv/disk/folder.py nanovllm/kv/disk/format.py nanovllm/kv/disk/health.py
         nanovllm/kv/disk/index.py nanovllm/kv/disk/limits.py""",
-    "tests/paper/test_arriving.py": "nanovllm/kv/tiered.py nanovllm/kv/tiers.py",
     "tests/runner/test_room.py": "nanovllm/kv/layout.py",
     "tests/transfer/test_page_client.py": """
         nanovllm/transfer/messages.py

@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from nanovllm.config import Auto, Cache, Config, Schedule, Server, Speculate, load_config
+from nanovllm.config import Auto, Cache, Config, Disk, Schedule, Server, Speculate, load_config
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.ranks import RankedExecutor, mesh_of
@@ -43,6 +43,7 @@ class WholeEngine:
         checkpoints: int | Auto = "auto",
         checkpoint_host_gib: float = 0.0,
         host_gib: float = 0.0,
+        disk: Disk | None = None,
         depth: int = 1,
         max_tokens: int = MAX_TOKENS,
         speculate: Speculate | None = None,
@@ -62,6 +63,7 @@ class WholeEngine:
                 checkpoints=checkpoints,
                 checkpoint_host_gib=checkpoint_host_gib,
                 host_gib=host_gib,
+                disk=disk,
             ),
             schedule=Schedule(slots=slots, step_tokens=step_tokens, depth=depth),
             server=Server(max_model_tokens=max_tokens),
@@ -82,7 +84,7 @@ class WholeEngine:
             max_model_tokens=max_tokens,
             drafts=recipe.drafts,
         )
-        memory = partial(memory_of, built.layout, built.recipe.cache)
+        memory = partial(memory_of, built.layout, built.recipe.cache, executor.disk)
         self.scheduler = planner_of(make, memory, self.mesh.lanes, recipe.parallel)
         if isinstance(self.scheduler, Scheduler):
             self.memory = self.scheduler.memory

@@ -73,6 +73,7 @@ class PaperExecutor:
         self._ends_at = 0.0  # end of the latest step
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
+        self.disk = None
 
     def vet(self, request: Generate) -> None:
         """Accept every request."""

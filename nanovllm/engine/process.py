@@ -30,6 +30,7 @@ from nanovllm.grammars.runtime.queue import CompileOutcome, Failure
 from nanovllm.ipc.channel import BlockingConnection, Listener
 from nanovllm.kv.hybrid import memory_of
 from nanovllm.kv.layout import CacheLayout
+from nanovllm.kv.tiers import Below
 from nanovllm.log import fields
 from nanovllm.look import Look
 from nanovllm.parallel.places import Place
@@ -98,7 +99,7 @@ def main(
     gc.disable()  # objects built at startup are never garbage
     executor, recipe, vocab_size, layout = build(config, place)
     schedule = recipe.schedule
-    scheduler = scheduler_of(recipe, layout, place)
+    scheduler = scheduler_of(recipe, layout, place, executor.disk)
     grammars = Grammars(
         tokenizer_dir=Path(config.tokenizer_dir),
         vocab_size=vocab_size,
@@ -138,7 +139,9 @@ def main(
     engine.run()
 
 
-def scheduler_of(recipe: Recipe, layout: CacheLayout, place: Place) -> Planner:
+def scheduler_of(
+    recipe: Recipe, layout: CacheLayout, place: Place, disk: Below | None = None
+) -> Planner:
     """Return the scheduler of a resolved recipe, with one part per lane."""
     schedule = recipe.schedule
     make = partial(
@@ -151,7 +154,7 @@ def scheduler_of(recipe: Recipe, layout: CacheLayout, place: Place) -> Planner:
         ageing_s=schedule.ageing_s,
         overtake_steps=schedule.overtake_steps,
     )
-    memory = partial(memory_of, layout, recipe.cache)
+    memory = partial(memory_of, layout, recipe.cache, disk)
     return planner_of(make, memory, place.lanes, recipe.parallel)
 
 

@@ -31,15 +31,17 @@ from itertools import islice
 
 from nanovllm.config import Cache
 from nanovllm.kv.checkpoints import Checkpoints
+from nanovllm.kv.costs import TransferCosts
 from nanovllm.kv.keys import Key, PageKeys
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.kv.memory import Found, KVMemory, Texts
 from nanovllm.kv.split import host_page_bytes, num_host_pages
 from nanovllm.kv.tiered import TieredMemory
-from nanovllm.kv.tiers import MOST_STORING, HostTier, TransferCosts
+from nanovllm.kv.tiers import MOST_STORING, Below, HostTier
 
 EVERY = 4096  # tokens; computing these again takes several times as long as a decode step
-HOST_RATE = 20e9  # bytes per second between host and device, before the first measurement
+# Bytes per second between host and device, and from disk, before the first measurement.
+HOST_RATE, DISK_RATE = 20e9, 1e9
 LOOKED_AT = 32  # maximum number of waiting requests that are compared
 
 
@@ -252,8 +254,11 @@ class HybridMemory(TieredMemory):
             self.states.remove(state)
 
 
-def memory_of(layout: CacheLayout, cache: Cache) -> KVMemory:
-    """Return the memory for a cache layout. `cache` has numbers where a recipe may have "auto"."""
+def memory_of(layout: CacheLayout, cache: Cache, disk: Below | None = None) -> KVMemory:
+    """Return the memory for a cache layout. `cache` has numbers where a recipe may have "auto".
+
+    `disk` is the tier below host memory.
+    """
     pages, page_tokens, prefix = int(cache.pages), int(cache.page_tokens), cache.prefix
     tier: HostTier | None = None
     if cache.host_gib:
@@ -261,8 +266,9 @@ def memory_of(layout: CacheLayout, cache: Cache) -> KVMemory:
         tier = HostTier(
             num_host_pages(cache, layout, page_tokens),
             page_bytes=page_bytes,
-            costs=TransferCosts(page_s=page_bytes / HOST_RATE),
+            costs=TransferCosts(page_s=page_bytes / HOST_RATE, disk_page_s=page_bytes / DISK_RATE),
             most_queued=pages,
+            below=disk,
             most_storing=max(1, min(MOST_STORING, pages // 8)),
         )
     if layout.state is not None:

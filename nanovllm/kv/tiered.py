@@ -31,6 +31,7 @@ class TieredMemory(KVMemory):
     ) -> None:
         super().__init__(num_pages, page_tokens, prefix=prefix)
         self.tier = tier or HostTier(0)
+        self._checked: set[int] = set()  # requests with tokens whose logits were finite
 
     # -- admission --------------------------------------------------------------------------
 
@@ -39,14 +40,18 @@ class TieredMemory(KVMemory):
         if found.source:
             return found, []
         loads = self.tier.following(keys, len(found.pages), self._most_shared(keys))
-        return found, self._worthwhile(loads, len(loads) * self.page_tokens)
+        taken = self._worthwhile(loads, len(loads) * self.page_tokens)
+        if not taken and self.tier.num_fetched(loads):  # perhaps without the tier below
+            own = next(i for i, key in enumerate(loads) if key not in self.tier)
+            taken = self._worthwhile(loads[:own], own * self.page_tokens)
+        return found, taken
 
     def _worthwhile(self, loads: list[Key], num_tokens: int) -> list[Key]:
         """Return `loads` if they save `num_tokens` in less time than computing these takes."""
-        if not loads or self.tier.is_worth(num_tokens, len(loads)):
+        if not loads or self.tier.is_worth(num_tokens, loads):
             return loads
         self.tier.counts["host.declined"] += 1
-        self.tier.costs.declined()
+        self.tier.costs.declined(self.tier.num_fetched(loads))
         return []
 
     def _use(self, request_id: int, found: Found, loads: list[Key]) -> int:
@@ -93,10 +98,13 @@ class TieredMemory(KVMemory):
         self.tier.counts["host.dropped"] += len(chosen) - len(present)  # evicted meanwhile
         for page in self.tier.start_store(present, self._dirty):
             self.pool.hold(page)
+        self.tier.start_writes()
         return self.tier.taken_moves()
 
     def moved(self, moved: Moved) -> tuple[int, bool]:
         tier = self.tier
+        if tier.end_write(moved.ticket, ok=moved.ok):
+            return -1, moved.ok
         self._num_releases += 1
         if (store := tier.stores.get(moved.ticket)) is not None:
             tier.measured(moved, len(store.pages), is_load=False)
@@ -114,7 +122,9 @@ class TieredMemory(KVMemory):
             self._drop(load.pages)
         elif ok:
             self._holdings[load.request_id].num_named += len(load.pages)
-            tier.counts["host.hit_tokens"] += len(load.pages) * self.page_tokens
+            fetched = len(load.fetched) * self.page_tokens
+            tier.counts["host.hit_tokens"] += len(load.pages) * self.page_tokens - fetched
+            tier.counts["disk.hit_tokens"] += fetched
         return load.request_id, ok
 
     def computed(self, num_tokens: int, seconds: float) -> None:
@@ -131,6 +141,12 @@ class TieredMemory(KVMemory):
             self.tier.note(holding.keys.full(i), holding.pages[i], is_issued=False)
         return filled
 
+    def commit(self, request_id: int, num_computed: int) -> None:
+        """Also note that the request's prefix contains no NaN."""
+        super().commit(request_id, num_computed)
+        if self.tier.below is not None:
+            self._checked.add(request_id)
+
     def mark_unverified(self, request_id: int, written: range) -> None:
         super().mark_unverified(request_id, written)
         holding, size = self._holdings[request_id], self.page_tokens
@@ -140,6 +156,7 @@ class TieredMemory(KVMemory):
 
     def invalidate(self, request_id: int, start: int = 0) -> None:
         """Also remove the pages from host memory, and from transfers in progress."""
+        self._checked.discard(request_id)
         for key in self._holdings[request_id].keys.computed[start // self.page_tokens :]:
             self.tier.invalidate(key)
         super().invalidate(request_id, start)
@@ -153,6 +170,9 @@ class TieredMemory(KVMemory):
         holding = self._holdings[request_id]
         if self.tier.num_slots:
             self.tier.touch(reversed(holding.keys.computed[: holding.num_named]))
+            if request_id in self._checked:
+                self._checked.remove(request_id)
+                self.tier.note_checked(holding.keys.computed[: holding.num_named])
         if quarantined := self.tier.abandon(request_id):
             holding.pages = [page for page in holding.pages if page not in quarantined]
         super().release(request_id)

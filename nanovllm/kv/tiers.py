@@ -20,6 +20,10 @@ take a few percent of the bus, and a preempted request finds its pages. The cost
 stored which are never evicted.
 
 Decision: a load is all or nothing. If it fails, the request computes.
+
+A tier below (a disk) extends this. A load may first fetch pages from it to host slots. Kept pages
+are written to it when a request that used them has released them: only then all their tokens were
+checked, and a page below may outlive the engine. Writes are dropped if too many are queued.
 """
 
 from __future__ import annotations
@@ -28,13 +32,14 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from nanovllm.kv.costs import TransferCosts
 from nanovllm.kv.keys import Key, PageKeys
-from nanovllm.plan import Copies, Moved, Moves
+from nanovllm.plan import Copies, Moved, Moves, Write
 
 MOST_STORING = 64  # pages in stores that have not ended; they cannot be evicted from the device
-MEASURED = 9  # latest measurements whose median is used
-LEAST_MEASURED = 128  # least prompt tokens of a step that shows the cost of a token
+MOST_WRITING = 16  # pages in writes to the tier below that have not ended
 COUNTERS = (
     "asked_tokens",
     "gpu.hit_tokens",
@@ -47,44 +52,20 @@ COUNTERS = (
     "host.declined",
     "host.store_bytes",
     "host.load_bytes",
+    "disk.hit_tokens",
+    "disk.stored",
+    "disk.loaded",
+    "disk.dropped",
+    "disk.failed",
 )  # of wire.Stats.tiers
 
 
-class TransferCosts:
-    """Time to load a page and to compute a token: the medians of the latest measurements.
+class Below(Protocol):
+    """The tier below host memory, such as a disk."""
 
-    `page_s` and `token_s` are assumed before the first ones. `start_s` is the time between the
-    decision to load and the next step that can use the pages, without the copies.
-    """
-
-    def __init__(self, page_s: float = 1e-3, token_s: float = 5e-5, start_s: float = 1e-3) -> None:
-        self.start_s = start_s
-        self.assumed_s = page_s
-        self._page_s = deque([page_s] * MEASURED, maxlen=MEASURED)
-        self._token_s = deque([token_s], maxlen=MEASURED)
-
-    def loaded(self, num_pages: int, seconds: float) -> None:
-        self._page_s.append(seconds / num_pages)
-
-    def declined(self) -> None:
-        """Record a load that was not worth it. After some, one is tried and measured again."""
-        self._page_s.append(self.assumed_s)
-
-    def computed(self, num_tokens: int, seconds: float) -> None:
-        """Record a step that computed prompts only."""
-        if num_tokens >= LEAST_MEASURED and seconds > 0:
-            self._token_s.append(seconds / num_tokens)
-
-    def is_worth(self, num_tokens: int, num_pages: int) -> bool:
-        """Return True if loading `num_pages`, in turn, is faster than computing the tokens."""
-        load_s = self.start_s + num_pages * median(self._page_s)
-        return load_s < num_tokens * median(self._token_s)
-
-
-def median(values: Iterable[float]) -> float:
-    """Return the median; of an even number of values, the upper one."""
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
+    def holds(self, key: Key) -> bool:
+        """Return True if a page can be read. Do not wait."""
+        ...
 
 
 @dataclass(slots=True)
@@ -106,14 +87,15 @@ class Load:
     keys: list[Key]
     pages: list[int]
     slots: list[int]
+    fetched: dict[Key, int]  # slots that the tier below fills first
     is_void: bool = False  # a key was invalidated since its start
 
 
 class HostTier:
     """Host slots by page key, and the transfers in progress.
 
-    Every slot is free, kept under a key, the target of a store, or an orphan: forgotten while a
-    load still reads it. `forget` is called with each key that is removed.
+    Every slot is free, kept under a key, the target of a store or of a fetch, or an orphan:
+    forgotten while a load or a write still reads it. `forget` is called with each removed key.
     """
 
     def __init__(
@@ -124,25 +106,30 @@ class HostTier:
         costs: TransferCosts | None = None,
         most_queued: int = 1 << 20,
         most_storing: int = MOST_STORING,
+        below: Below | None = None,
     ) -> None:
         self.num_slots = num_slots
         self.page_bytes = page_bytes
         self.costs = costs or TransferCosts()
         self.most_queued = most_queued
         self.most_storing = most_storing
+        self.below = below
         self.forget: Callable[[Key], None] = lambda _: None
         self.loads: dict[int, Load] = {}
         self.stores: dict[int, Store] = {}
+        self._writes: dict[int, tuple[Key, int]] = {}  # key and slot, by ticket
+        self._to_write: dict[Key, None] = {}  # in order
+        self._checked: set[Key] = set()  # to be written once their store has ended
         self._kept: OrderedDict[Key, int] = OrderedDict()  # least recently used first
         self._free = list(range(num_slots))[::-1]
-        self._readers: Counter[int] = Counter()  # loads by slot
+        self._readers: Counter[int] = Counter()  # loads and writes by slot
         self._orphans: set[int] = set()
         self._storing: dict[Key, Store] = {}
         self._unverified: set[Key] = set()  # keys whose content may contain NaN
         self._fresh: list[tuple[Key, int]] = []  # filled by the plan under construction
         self._queue: deque[tuple[Key, int]] = deque()  # filled by issued plans
         self._ticket = 0
-        self._moves = Moves([], [], [])
+        self._moves = Moves([], [], [], [])
         self.counts: Counter[str] = Counter()  # the names are those of wire.Stats.tiers
         self.seconds = {"store": 0.0, "load": 0.0}
 
@@ -152,18 +139,35 @@ class HostTier:
         return key in self._kept
 
     def following(self, keys: PageKeys, first: int, end: int) -> list[Key]:
-        """Return the keys of kept pages of a text, from index `first` on, up to the first gap."""
+        """Return the keys of pages of a text, from index `first` on, up to the first gap.
+
+        They are kept here, or on the tier below if it can be read and slots for them can be had.
+        """
         found: list[Key] = []
-        while first + len(found) < end and (key := keys.full(first + len(found))) in self._kept:
+        room = len(self._free) + len(self._kept) - len(self._readers) if self.below else 0
+        for index in range(first, end):
+            key = keys.full(index)
+            room -= 1  # a kept page of the load cannot be evicted, a fetched one needs a slot
+            if key not in self._kept and (room < 0 or not self._is_below(key)):
+                break
             found.append(key)
         return found
 
-    def is_worth(self, num_tokens: int, num_pages: int) -> bool:
-        """Return True if `num_pages` more arrive sooner than the tokens could be computed."""
-        if not num_tokens:
-            return False
-        waiting = sum(len(load.pages) for load in self.loads.values())
-        return self.costs.is_worth(num_tokens, num_pages + waiting)
+    def _is_below(self, key: Key) -> bool:
+        return self.below is not None and key not in self._storing and self.below.holds(key)
+
+    def num_fetched(self, keys: Iterable[Key]) -> int:
+        """Return the number of pages that are not kept in host memory."""
+        return sum(key not in self._kept for key in keys)
+
+    def is_worth(self, num_tokens: int, keys: list[Key]) -> bool:
+        """Return True if these pages arrive sooner than the tokens could be computed.
+
+        Without keys, only the loads in progress count.
+        """
+        pages = len(keys) + sum(len(load.pages) for load in self.loads.values())
+        fetched = self.num_fetched(keys) + sum(len(load.fetched) for load in self.loads.values())
+        return self.costs.is_worth(num_tokens, pages, fetched)
 
     def awaited(self, keys: PageKeys, end: int, before: int, page_tokens: int) -> int:
         """Return the ticket of a load in progress that a request should wait for, or 0.
@@ -177,7 +181,7 @@ class HostTier:
                 continue
             at = range(most)
             shared = bisect_left(at, True, key=lambda i: keys.full(load.first + i) != load.keys[i])
-            if shared and self.is_worth(shared * page_tokens, 0):
+            if shared and self.is_worth(shared * page_tokens, []):
                 return ticket
         return 0
 
@@ -206,8 +210,9 @@ class HostTier:
 
     @property
     def has_queued(self) -> bool:
-        """Return True if a store may start with the next plan."""
-        return bool(self._queue or self._fresh) and self._room() > 0
+        """Return True if a store or a write may start with the next plan."""
+        may_store = bool(self._queue or self._fresh) and self._room() > 0
+        return may_store or (bool(self._to_write) and len(self._writes) < MOST_WRITING)
 
     def _room(self) -> int:
         return self.most_storing - sum(len(store.pages) for store in self.stores.values())
@@ -268,46 +273,64 @@ class HostTier:
         store = self.stores.pop(ticket)
         for key, slot in zip(store.keys, store.slots, strict=True):
             del self._storing[key]
-            if ok and key not in store.void:
+            if ok and key not in store.void and key not in self._kept:
                 self._kept[key] = slot
                 self.counts["host.stored"] += 1
+                if key in self._checked:
+                    self._queue_write(key)
             else:
                 self._free.append(slot)
-                self._unverified.discard(key)
+                if key not in self._kept:
+                    self._unverified.discard(key)
+            self._checked.discard(key)
         self._moves.ended.append(ticket)
         return store.pages
 
     # -- loads ------------------------------------------------------------------------------
 
     def start_load(self, request_id: int, first: int, keys: list[Key], pages: list[int]) -> int:
-        """Start a load of kept pages to blank ones. Return its ticket."""
+        """Start a load of pages that `following` returned to blank ones. Return its ticket."""
         self.touch(reversed(keys))
-        slots = [self._kept[key] for key in keys]
-        self._readers.update(slots)
+        self._readers.update(self._kept[key] for key in keys if key in self._kept)
+        fetched = {key: self._blank_slot() for key in keys if key not in self._kept}
+        assert -1 not in fetched.values(), "no slot for a page from the tier below"
+        slots = [fetched[key] if key in fetched else self._kept[key] for key in keys]
         self._ticket += 1
-        self.loads[self._ticket] = Load(request_id, first, keys, pages, slots)
+        self.loads[self._ticket] = Load(request_id, first, keys, pages, slots, fetched)
         pairs = list(zip(slots, pages, strict=True))
-        self._moves.loads.append(Copies(self._ticket, pairs))
+        self._moves.loads.append(Copies(self._ticket, pairs, [*fetched.items()]))
         return self._ticket
 
     def end_load(self, ticket: int, *, ok: bool) -> tuple[Load, bool]:
         """End a load. Return it, and True if its pages have their content."""
         load = self.loads.pop(ticket)
-        for slot in load.slots:
-            self._readers[slot] -= 1
-            if not self._readers[slot]:
-                del self._readers[slot]
-                if slot in self._orphans:
-                    self._orphans.remove(slot)
-                    self._free.append(slot)
+        own = [slot for slot in load.slots if slot not in load.fetched.values()]
+        for slot in own:
+            self._end_read(slot)
+        for key, slot in load.fetched.items():
+            if ok and not load.is_void and key not in self._kept and key not in self._storing:
+                self._kept[key] = slot
+            else:
+                self._free.append(slot)
         self._moves.ended.append(ticket)
-        if not ok:
+        if ok:
+            self.counts["host.loaded"] += len(own)
+            self.counts["disk.loaded"] += len(load.fetched)
+        elif load.fetched:
+            self.counts["disk.failed"] += 1
+        else:
             self.counts["host.failed"] += 1
             for key in load.keys:
                 self.invalidate(key)
-        else:
-            self.counts["host.loaded"] += len(load.pages)
         return load, ok and not load.is_void
+
+    def _end_read(self, slot: int) -> None:
+        self._readers[slot] -= 1
+        if not self._readers[slot]:
+            del self._readers[slot]
+            if slot in self._orphans:
+                self._orphans.remove(slot)
+                self._free.append(slot)
 
     def abandon(self, request_id: int) -> set[int]:
         """Return the pages that a load still writes for a request that leaves. They stay held."""
@@ -320,10 +343,54 @@ class HostTier:
     def measured(self, moved: Moved, num_pages: int, *, is_load: bool) -> None:
         """Count the bytes and the time of a transfer."""
         kind = "load" if is_load else "store"
+        if moved.fetch_s:
+            self.costs.fetched(len(self.loads[moved.ticket].fetched), moved.fetch_s)
         self.counts[f"host.{kind}_bytes"] += moved.num_bytes
         self.seconds[kind] += moved.seconds
         if is_load and moved.ok:
             self.costs.loaded(num_pages, moved.seconds)
+
+    # -- writes to the tier below -----------------------------------------------------------
+
+    def note_checked(self, keys: Iterable[Key]) -> None:
+        """Queue pages for a write whose tokens have all been checked."""
+        if self.below is None:
+            return
+        for key in keys:
+            if key in self._storing:
+                self._checked.add(key)
+            elif key in self._kept:
+                self._queue_write(key)
+
+    def _queue_write(self, key: Key) -> None:
+        is_written = any(key == other for other, _ in self._writes.values())
+        if key in self._unverified or is_written or self._is_below(key):
+            return
+        self._to_write[key] = None
+        if len(self._to_write) > self.most_queued:
+            del self._to_write[next(iter(self._to_write))]
+            self.counts["disk.dropped"] += 1
+
+    def start_writes(self) -> None:
+        """Start queued writes. Their slots are read until they end."""
+        while self._to_write and len(self._writes) < MOST_WRITING:
+            key = next(iter(self._to_write))
+            del self._to_write[key]
+            if (slot := self._kept.get(key, -1)) < 0 or key in self._unverified:
+                continue
+            self._ticket += 1
+            self._readers[slot] += 1
+            self._writes[self._ticket] = key, slot
+            self._moves.writes.append(Write(self._ticket, slot, key))
+
+    def end_write(self, ticket: int, *, ok: bool) -> bool:
+        """End a write. Return False if the ticket is not that of a write."""
+        if ticket not in self._writes:
+            return False
+        self._end_read(self._writes.pop(ticket)[1])
+        self._moves.ended.append(ticket)
+        self.counts["disk.stored" if ok else "disk.dropped"] += 1
+        return True
 
     # -- content ----------------------------------------------------------------------------
 
@@ -347,6 +414,7 @@ class HostTier:
     def _remove(self, key: Key) -> None:
         slot = self._kept.pop(key)
         self._unverified.discard(key)
+        self._to_write.pop(key, None)
         if slot in self._readers:
             self._orphans.add(slot)
         else:
@@ -358,19 +426,20 @@ class HostTier:
     @property
     def num_moving(self) -> int:
         """The number of transfers that have not ended."""
-        return len(self.stores) + len(self.loads)
+        return len(self.stores) + len(self.loads) + len(self._writes)
 
     def taken_moves(self) -> Moves | None:
         """Return the transfers that start, and those that have ended, since the last call."""
         moves = self._moves
-        if not (moves.ended or moves.stores or moves.loads):
+        if not (moves.ended or moves.stores or moves.loads or moves.writes):
             return None
-        self._moves = Moves([], [], [])
+        self._moves = Moves([], [], [], [])
         return moves
 
     def stats(self) -> dict[str, float]:
         """Return wire.Stats.tiers without the number of arriving requests."""
-        found: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
+        names = [name for name in COUNTERS if self.below or not name.startswith("disk.")]
+        found: dict[str, float] = dict.fromkeys(names, 0.0)
         return {
             **found,
             **self.counts,
@@ -385,9 +454,12 @@ class HostTier:
 
     def check(self) -> None:
         stored = [slot for store in self.stores.values() for slot in store.slots]
-        reading = Counter(slot for load in self.loads.values() for slot in load.slots)
+        fetched = [slot for load in self.loads.values() for slot in load.fetched.values()]
+        loaded = [slot for load in self.loads.values() for slot in load.slots]
+        reading = Counter(slot for _, slot in self._writes.values())
+        reading += Counter(loaded) - Counter(fetched)
         assert reading == self._readers and self._orphans <= set(reading)
-        places = [*self._free, *self._kept.values(), *stored, *self._orphans]
+        places = [*self._free, *self._kept.values(), *stored, *fetched, *self._orphans]
         assert sorted(places) == list(range(self.num_slots)), "a slot is lost or in two places"
         assert set(reading) <= {*self._kept.values(), *self._orphans}, "a read slot is free"
         assert self._unverified <= {*self._kept, *self._storing}

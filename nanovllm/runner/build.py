@@ -28,6 +28,7 @@ from nanovllm.parallel.mesh import Mesh
 from nanovllm.parallel.places import num_ranks
 from nanovllm.runner.batch import BatchPrep, Slots, StepRows, decode_rows
 from nanovllm.runner.caches import make_caches, states_of
+from nanovllm.runner.disk import OpenDisk, disk_of
 from nanovllm.runner.graphs import graph_sizes, largest_graph, obstacles, piecewise_sizes
 from nanovllm.runner.invariance import check_products, check_states
 from nanovllm.runner.precompile import compile_in_background, jobs_of
@@ -66,7 +67,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
         check_states(model, found.dtype)
     loaded = time.perf_counter()
     log.info("sizing the cache, which compiles what the largest steps need")
-    runner, recipe = with_caches(found, model, draft_model)
+    runner, recipe = with_caches(found, model, draft_model, disk_of(config, found))
     sized = time.perf_counter()
     own = found.model_config.max_position_embeddings
     log.info(
@@ -155,7 +156,10 @@ def prep_and_sampler(found: Resolved, max_tokens: int) -> tuple[BatchPrep, Sampl
 
 
 def with_caches(
-    found: Resolved, model: Decoder, draft_model: DraftModel | None = None
+    found: Resolved,
+    model: Decoder,
+    draft_model: DraftModel | None = None,
+    open_disk: OpenDisk | None = None,
 ) -> tuple[Runner, Recipe]:
     """Return a runner with the number of pages that fit, and the recipe with that number."""
     recipe, device, page_tokens = found.recipe, found.device, found.page_tokens
@@ -173,7 +177,9 @@ def with_caches(
             device=device,
             in_host=recipe.cache.checkpoint_host_gib > 0,
         )
-        mover = Mover(HostPages(caches, num_below)) if num_below else None
+        mover = None
+        if num_below:
+            mover = Mover(HostPages(caches, num_below), open_disk)
         return Runner(
             model=model,
             prep=prep,

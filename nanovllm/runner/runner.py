@@ -78,6 +78,7 @@ class Runner:
         self.caches = caches
         self.states = states or NoStates()
         self.mover = mover or NoTiers()
+        self.disk = self.mover.disk
         self.move = self.mover.move
         self.moved = self.mover.moved
         self.call_when_moved = self.mover.call_when_moved

@@ -1,4 +1,4 @@
-"""Pages in host memory, and the copies between them and the device.
+"""Pages in host memory, and the copies between them, the device and the disk.
 
 Decision: a page in host memory is contiguous over all layers, and one copy on the bus moves it. On
 the device its parts lie apart, one per layer. They are gathered into one staging page per
@@ -12,6 +12,7 @@ after it by Moves.ended. On a CPU the same operations are done at once.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.kv.disk.store import DiskStore
 from nanovllm.kv.split import HOST_ALIGNED
-from nanovllm.plan import Copies, Moved, Moves
+from nanovllm.plan import Copies, Moved, Moves, Write
 from nanovllm.runner.caches import Caches, pin
 from nanovllm.runner.results import Event, HostEvent
 
@@ -57,6 +59,10 @@ class HostPages:
         """Return a slot's bytes, in host memory."""
         return self._pieces[slot // self._per_piece][slot % self._per_piece]
 
+    def payload(self, slot: int) -> memoryview:
+        """Return the bytes of a slot's page."""
+        return memoryview(self.row(slot).numpy())
+
     def parts(self, row: Tensor, page: int) -> list[tuple[Tensor, Tensor]]:
         """Return the parts of a row, each with the same part of a page on the device."""
         found = []
@@ -78,11 +84,35 @@ class Started:
     num_bytes: int
 
 
-class Mover:
-    """Executor of transfers. Methods of the same names are in engine.executor.Executor."""
+@dataclass(slots=True)
+class Fetch:
+    """A load whose pages are being read from the tier below."""
 
-    def __init__(self, host: HostPages) -> None:
+    copies: Copies
+    begun_s: float
+    left: int  # reads that have not ended
+    ok: bool = True
+
+
+class Mover:
+    """Executor of transfers. Methods of the same names are in engine.executor.Executor.
+
+    `open_disk` returns the tier below host memory. Its argument is called from any thread when a
+    read or a write has ended.
+    """
+
+    def __init__(
+        self,
+        host: HostPages,
+        open_disk: Callable[[Callable[[], None]], DiskStore] | None = None,
+    ) -> None:
         self.host = host
+        self._wake: Callable[[], object] = lambda: None
+        self.disk = None if open_disk is None else open_disk(lambda: self._wake() and None)
+        self._reads: dict[int, Fetch] = {}  # by ticket of the disk
+        self._writes: dict[int, int] = {}  # tickets, by that of the disk
+        self._moved: list[Moved] = []  # transfers that ended without a copy
+        self._fetch_s: dict[int, float] = {}  # of loads, by ticket
         self._on_gpu = host.device.type == "cuda"
         self._streams: dict[str, Any] = {}  # of stores and of loads
         self._staging: dict[str, Tensor] = {}
@@ -101,12 +131,18 @@ class Mover:
     def move(self, moves: Moves) -> None:
         """Enqueue the transfers. On a CPU, do them."""
         for ticket in moves.ended:
-            self._order_after(self._ends.pop(ticket))
+            if (end := self._ends.pop(ticket, None)) is not None:
+                self._order_after(end)
         issued = self._recorded()
         for copies in moves.stores:
             self._enqueue("stores", copies, issued)
         for copies in moves.loads:
-            self._enqueue("loads", copies, issued)
+            if copies.fetches:
+                self._fetch(copies)
+            else:
+                self._enqueue("loads", copies, issued)
+        for write in moves.writes:
+            self._write(write)
 
     def _order_after(self, end: Event) -> None:
         """Order all later work of this rank after the end of a transfer."""
@@ -147,23 +183,66 @@ class Mover:
         for own, part in self.host.parts(staged, page):
             part.copy_(own)
 
+    def _fetch(self, copies: Copies) -> None:
+        """Begin to read a load's pages from the disk."""
+        assert self.disk is not None
+        fetch = Fetch(copies, time.perf_counter(), len(copies.fetches))
+        for key, slot in copies.fetches:
+            self._reads[self.disk.read(key, self.host.payload(slot))] = fetch
+
+    def _write(self, write: Write) -> None:
+        assert self.disk is not None
+        ticket = self.disk.write(write.key, self.host.payload(write.slot))
+        if ticket is None:  # its queue is full, or it is not in use
+            self._moved.append(Moved(write.ticket, ok=False))
+            self._wake()
+        else:
+            self._writes[ticket] = write.ticket
+
+    def _poll_disk(self, disk: DiskStore) -> None:
+        for ticket, ok in disk.poll():
+            if (write := self._writes.pop(ticket, 0)) > 0:
+                self._moved.append(Moved(write, ok=ok))
+                continue
+            fetch = self._reads.pop(ticket)
+            fetch.left -= 1
+            fetch.ok = fetch.ok and ok
+            if fetch.left:
+                continue
+            if fetch.ok:
+                own = fetch.copies.ticket
+                self._fetch_s[own] = time.perf_counter() - fetch.begun_s
+                self._enqueue("loads", fetch.copies, self._recorded())
+            else:
+                self._moved.append(Moved(fetch.copies.ticket, ok=False))
+
     def _recorded(self) -> Event:
         event = self._new_event()
         event.record()
         return event
 
+    @torch.inference_mode()
     def moved(self) -> list[Moved]:
         """Return the transfers that have ended since the last call, in order of each direction."""
-        found = []
+        if self.disk is not None:
+            self._poll_disk(self.disk)
+        found, self._moved = self._moved, []
         for started in self._started.values():
             while started and started[0].end.query():
                 one = started.popleft()
                 seconds = 1e-3 * one.begin.elapsed_time(one.end)
-                found.append(Moved(one.ticket, num_bytes=one.num_bytes, seconds=seconds))
+                moved = Moved(
+                    one.ticket,
+                    num_bytes=one.num_bytes,
+                    seconds=seconds,
+                    fetch_s=self._fetch_s.pop(one.ticket, 0.0),
+                )
+                found.append(moved)
         return found
 
     def call_when_moved(self, wake: Callable[[], object]) -> None:
         """Call `wake` from a thread after the end of each transfer."""
+        self._wake = wake
         self._to_watch = SimpleQueue()
         threading.Thread(target=self._watch, args=(self._to_watch, wake), daemon=True).start()
 
@@ -177,6 +256,8 @@ class Mover:
 
 class NoTiers:
     """Substitute for a device without a tier below it."""
+
+    disk = None
 
     def move(self, moves: Moves) -> None:
         """Raise ValueError."""

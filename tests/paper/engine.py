@@ -10,10 +10,11 @@ from random import Random
 import numpy as np
 
 from nanovllm.engine.loop import EngineLoop
+from nanovllm.kv.costs import TransferCosts
 from nanovllm.kv.hybrid import HybridMemory
 from nanovllm.kv.memory import KVMemory
 from nanovllm.kv.tiered import TieredMemory
-from nanovllm.kv.tiers import HostTier, TransferCosts
+from nanovllm.kv.tiers import HostTier
 from nanovllm.plan import StepPlan
 from nanovllm.sched.planner import Planner
 from nanovllm.sched.scheduler import Scheduler
@@ -78,6 +79,7 @@ class PaperEngine:
         wrong_every: int = 3,
         draft_lag: int | None = None,
         host: int = 0,
+        disk: bool = False,
         host_cost: float = 0.0,
         most_storing: int = 8,
         most_polls: int = 0,
@@ -86,8 +88,10 @@ class PaperEngine:
     ) -> None:
         self.budget, self.mixed = budget, mixed
         # A page costs `host_cost` seconds, and a token one.
-        costs = TransferCosts(page_s=host_cost, token_s=1.0, start_s=0.0)
+        costs = TransferCosts(page_s=host_cost, token_s=1.0, start_s=0.0, disk_page_s=0.0)
         tier = HostTier(host, costs=costs, most_queued=num_pages, most_storing=most_storing)
+        if disk:
+            tier.below = self
         self.memory = KVMemory(num_pages, page, prefix=prefix)
         if checkpoints is not None:
             self.memory = HybridMemory(
@@ -169,6 +173,9 @@ class PaperEngine:
             self.finish[done.request_id] = done.reason
         for refusal in out.refused:
             self.refused[refusal.request_id] = refusal.kind
+
+    def holds(self, key: bytes) -> bool:
+        return self.transfers.holds(key)
 
     def now(self) -> float:
         """Return the simulated time: one second per step."""

@@ -6,8 +6,9 @@ from array import array
 from random import Random
 from typing import Any
 
+from nanovllm.kv.costs import TransferCosts
 from nanovllm.kv.keys import PageKeys
-from nanovllm.kv.tiers import HostTier, TransferCosts
+from nanovllm.kv.tiers import HostTier
 from nanovllm.sched.request import State
 from nanovllm.wire import Abort, FinishReason
 from tests.paper.conversations import by_chance
@@ -23,11 +24,13 @@ A, B = (
 
 def small_caches(rng: Random) -> dict[str, Any]:
     sizes, page = sizes_of_engines(rng), rng.choice([1, 2, 3])
+    disk = rng.choice([False, True]) and sizes["checkpoints"] is None
     return sizes | dict(
         page=page,
         num_pages=rng.randint(20, 36) // page,
         prefix=rng.randint(0, 9) > 0,
-        host=rng.choice([2, 6, 40, 40, 40]),
+        disk=disk,
+        host=rng.choice([2, 6, 9, 14] if disk else [2, 6, 40, 40, 40]),
         host_cost=rng.choice([0.0, 0.0, 0.0, 2.0]),
         most_storing=rng.choice([1, 3, 8]),
         most_polls=rng.choice([0, 1, 4, 20]),

@@ -23,6 +23,7 @@ class Transfer:
     pairs: list[tuple[int, int]]
     content: list[list[int]]  # of the sources, at the start
     polls: int  # until its end
+    fetches: tuple[tuple[bytes, int], ...] = ()  # of a load: keys on disk, and slots
 
 
 class PaperTransfers:
@@ -36,6 +37,7 @@ class PaperTransfers:
         self.most_polls = most_polls
         self.fail_every = fail_every
         self.slots: dict[int, list[list[int]]] = {}  # content of each layer
+        self.disk: dict[bytes, list[list[int]]] = {}
         self.running: list[Transfer] = []
         self.reported: set[int] = set()  # and not yet in Moves.ended
         self.num_loads = 0  # that have ended
@@ -47,18 +49,36 @@ class PaperTransfers:
         for copies in moves.stores:
             sources = [page for page, _ in copies.pairs]
             self._start("store", copies, [self._cells(page) for page in sources])
+        for write in moves.writes:
+            copies = Copies(write.ticket, [(write.slot, -write.slot)])
+            self._start("write", copies, [self.slots[write.slot]], ((write.key, write.slot),))
         for copies in moves.loads:
-            self._start("load", copies, [self.slots[slot] for slot, _ in copies.pairs])
+            fetched = {slot: self.disk[key] for key, slot in copies.fetches}
+            content = [fetched.get(slot) or self.slots[slot] for slot, _ in copies.pairs]
+            self._start("load", copies, content, tuple(copies.fetches))
             for _, page in copies.pairs:
                 self._write(page, [[BUSY] * len(cells) for cells in self._cells(page)])
 
-    def _start(self, kind: str, copies: Copies, content: list[list[list[int]]]) -> None:
+    def holds(self, key: bytes) -> bool:
+        """Part of the interface of a tier below host memory."""
+        return key in self.disk
+
+    def _start(
+        self,
+        kind: str,
+        copies: Copies,
+        content: list[list[list[int]]],
+        fetches: tuple[tuple[bytes, int], ...] = (),
+    ) -> None:
         targets = {target for _, target in copies.pairs}
         for other in self.running:
             own = other.pairs if other.kind == kind else [pair[::-1] for pair in other.pairs]
-            assert not targets & {target for _, target in own}, "a target is in use"
+            if "write" not in (kind, other.kind):
+                assert not targets & {target for _, target in own}, "a target is in use"
+            busy = {slot for _, slot in other.fetches}
+            assert not busy & {slot for _, slot in fetches}, "a slot is fetched to twice"
         polls = self.rng.randint(0, self.most_polls) if self.polls is None else self.polls
-        self.running.append(Transfer(copies.ticket, kind, copies.pairs, content, polls))
+        self.running.append(Transfer(copies.ticket, kind, copies.pairs, content, polls, fetches))
 
     def _cells(self, page: int) -> list[list[int]]:
         return [memory[page].copy() for memory in self.memories]
@@ -82,10 +102,21 @@ class PaperTransfers:
                 assert self.memories[0][page] == content[0], "written to during a store"
                 self.slots[slot] = content
             return Moved(one.ticket)
+        if one.kind == "write":
+            ((key, slot),) = one.fetches
+            assert self.slots[slot] == one.content[0], "a slot was replaced during a write"
+            self.disk[key] = one.content[0]
+            return Moved(one.ticket)
         self.num_loads += 1
         ok = not self.fail_every or self.num_loads % self.fail_every > 0
+        for _, slot in one.fetches:
+            self.slots.pop(slot, None)
         for (slot, page), content in zip(one.pairs, one.content, strict=True):
-            assert self.slots[slot] == content, "a slot was replaced during a load"
+            if (slot in {to for _, to in one.fetches}) and ok:
+                self.slots[slot] = content
+            assert slot not in self.slots or self.slots[slot] == content, (
+                "a slot was replaced during a load"
+            )
             assert set(self.memories[0][page]) == {BUSY}, "written to during a load"
             failed = [[NAN] * len(cells) for cells in content]
             self._write(page, content if ok else failed)

@@ -10,19 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from nanovllm.config import Config, ConfigError, Speculate, load_config
+from nanovllm.config import Config, ConfigError, Disk, Speculate, load_config
 from nanovllm.engine import paper
+from nanovllm.kv.costs import TransferCosts
 from nanovllm.kv.hybrid import HybridMemory
 from nanovllm.kv.layout import CacheLayout, PagedGroup
 from nanovllm.kv.split import host_page_bytes
-from nanovllm.kv.tiers import TransferCosts
 from nanovllm.parallel.mesh import first_rank
 from nanovllm.plan import Copies, Moves
 from nanovllm.runner.caches import make_caches
+from nanovllm.runner.disk import disk_of
 from nanovllm.runner.resolved import resolved
 from nanovllm.runner.transfer import HostPages, Mover
 from tests.engine.test_ranks import ranked
+from tests.kv.disk.stores import eventually
 from tests.models.tiny import CASES, config_of, make_tiny
 from tests.whole_engine import WholeEngine, prompts_of
 
@@ -90,6 +93,87 @@ def test_two_ranks_move_their_own_shares(tmp_path: Path) -> None:
         check_loads(engine)
 
 
+def test_pages_come_back_from_disk_also_after_a_restart(tmp_path: Path) -> None:
+    """Host memory has room for 30 pages, and the disk for all."""
+    case = tmp_path / "model"
+    case.mkdir()
+    family, overrides = CASES["qwen3 gqa 3, tied"]
+    make_tiny(case, family, **overrides)
+    config, disk = config_of(case), Disk(path=str(tmp_path / "pages"), gib=0.1)
+    alone = two_turns(WholeEngine(config, pages=400, slots=8, max_tokens=90))
+    sizes = dict(host_gib=30 * 4096 / 2**30, disk=disk, **SMALL)
+    for restarts in (False, True):
+        engine = WholeEngine(config, **sizes)
+        assert engine.runner.disk.scanned.wait(20)
+        assert two_turns(engine).text == alone.text
+        eventually(lambda e=engine: e.loop.step() or not e.scheduler.num_moving)
+        tiers = engine.scheduler.stats().tiers
+        assert tiers["disk.failed"] == tiers["host.failed"] == 0
+        if restarts:
+            assert tiers["disk.hit_tokens"] == 4 * tiers["disk.loaded"] >= 100
+            assert engine.cached[0] > 0  # a first prompt
+        else:
+            assert tiers["disk.stored"] >= 50 and engine.cached[0] == 0
+            eventually(lambda e=engine: e.runner.disk.counters().written >= 50)
+        engine.runner.disk.close()
+    other = replace(config, recipe=replace(config.recipe, quantize="fp8"))
+    engine = WholeEngine(other, **sizes)
+    engine.submit(0, prompts_of(9)[1], 4)
+    engine.run()
+    assert engine.cached[0] == 0 and engine.scheduler.stats().tiers["disk.hit_tokens"] == 0
+    engine.runner.disk.close()
+
+
+def test_a_page_that_is_damaged_on_disk_is_computed(tmp_path: Path) -> None:
+    config, disk = demo(), Disk(path=str(tmp_path), gib=0.5)
+    sizes = dict(host_gib=0.02, disk=disk, pages=40, page_tokens=8, max_tokens=200)
+    texts = []
+    for turn in range(2):
+        engine = WholeEngine(config, **sizes)
+        engine.memory.tier.costs = TransferCosts(page_s=0, token_s=1, start_s=-1e9)
+        assert engine.runner.disk.scanned.wait(20)
+        engine.submit(turn, list(range(5, 105)), 8)
+        engine.run()
+        eventually(lambda e=engine: e.loop.step() or not e.scheduler.num_moving)
+        eventually(lambda e=engine, t=turn: e.runner.disk.counters().written >= 12 * (1 - t))
+        engine.runner.disk.close()
+        texts.append(engine.text[turn])
+        if not turn:
+            for path in tmp_path.glob("pages/*/*"):
+                data = bytearray(path.read_bytes())
+                data[5000] ^= 1
+                path.write_bytes(data)
+    assert texts[0] == texts[1] and engine.cached[1] == 0
+    assert engine.scheduler.stats().tiers["disk.failed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (["cache.disk={path: x}"], "cache.disk needs cache.host_gib, through which its pages go; "),
+        (
+            ["cache.disk={path: x, gib: 0}", "cache.host_gib=1"],
+            "cache.disk.gib is 0.0; it must be ",
+        ),
+        (["cache.disk={path: ''}", "cache.host_gib=1"], "cache.disk.path is empty; name a folder"),
+    ],
+)
+def test_what_is_wrong_with_a_disk_is_one_line(settings: list[str], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        demo(*settings)
+    assert line in str(caught.value)
+
+
+def test_several_ranks_and_states_refuse_a_disk() -> None:
+    disk = ["device=cpu", "cache.host_gib=1", "cache.disk={path: x}", "load.format=dummy"]
+    config = load_config(None, [*disk, "parallel.tp=2"])
+    with pytest.raises(ConfigError, match=r"^cache.disk needs parallel.tp and ep of 1; drop one"):
+        disk_of(config, resolved(config, first_rank(config.recipe.parallel)))
+    hybrid = load_config("qwen3-next-80b-a3b", [*disk, "parallel.tp=1", "cache.pages=100"])
+    with pytest.raises(ConfigError, match=r"^cache.disk has no place for the model's recurrent"):
+        disk_of(hybrid, resolved(hybrid))
+
+
 def test_without_the_key_there_are_no_transfers_and_no_copies() -> None:
     engine = WholeEngine(demo(), **SMALL)
     engine.submit(0, [5] * 40, 10)
@@ -139,6 +223,5 @@ def test_a_slot_has_all_layers_of_its_page_and_nothing_else() -> None:
     woken: list[int] = []
     mover.call_when_moved(lambda: woken.append(1))
     mover.move(Moves([2], [Copies(3, [(1, 1)])], []))
-    while not woken:
-        pass
+    eventually(lambda: woken)
     assert [one.ticket for one in mover.moved()] == [3]

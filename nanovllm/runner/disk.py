@@ -1,0 +1,65 @@
+"""The disk tier of a rank, as its recipe asks: owner of the pages, and limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from nanovllm.config import Config, ConfigError
+from nanovllm.kv.disk.format import PageOwner
+from nanovllm.kv.disk.limits import DiskLimits
+from nanovllm.kv.disk.store import DiskStore
+from nanovllm.kv.split import host_page_bytes
+from nanovllm.model_identity import digest_of, model_identity
+from nanovllm.runner.resolved import Resolved
+
+OpenDisk: TypeAlias = "Callable[[Callable[[], None]], DiskStore]"
+
+
+def disk_of(config: Config, found: Resolved) -> OpenDisk | None:
+    """Return a function that opens the store of `cache.disk`, or None without it.
+
+    Raise ConfigError for several ranks, or for a model with recurrent states.
+    """
+    asked = found.recipe.cache.disk
+    if asked is None:
+        return None
+    if found.mesh.size > 1:
+        raise ConfigError("cache.disk needs parallel.tp and ep of 1; drop one of them")
+    if found.layout.state is not None:
+        raise ConfigError("cache.disk has no place for the model's recurrent states; drop it")
+    limits = DiskLimits(
+        payload_bytes=host_page_bytes(found.layout, found.page_tokens),
+        cap_bytes=int(asked.gib * 2**30),
+    )
+    return partial(DiskStore, Path(asked.path).expanduser(), owner_of(config, found), limits)
+
+
+def owner_of(config: Config, found: Resolved) -> PageOwner:
+    """Return everything besides its key that a page of this rank depends on."""
+    recipe = found.recipe
+    drafts: list[object] = []
+    if recipe.speculate is not None and found.drafts is not None:
+        folder = Path(recipe.speculate.model or "").expanduser()
+        drafts = [recipe.speculate.method]
+        if (folder / "config.json").is_file() and recipe.speculate.model:
+            drafts.append(model_identity(folder, {}, has_weights=recipe.load.format != "dummy"))
+    settings = {
+        "quantize": recipe.quantize,
+        "num_layers": recipe.num_layers,
+        "load": msgspec.to_builtins(recipe.load),
+        "routing": recipe.experts.routing,
+        "cache": recipe.cache.dtype,
+        "drafts": drafts,
+    }
+    if config.model_dir is None:
+        identity = digest_of("dummy", Path(config.config_path).read_bytes(), settings)
+    else:
+        has_weights = recipe.load.format != "dummy"
+        identity = model_identity(Path(config.model_dir), settings, has_weights=has_weights)
+    layout = digest_of(found.layout, found.page_tokens, found.mesh.tp_size)
+    return PageOwner(identity=identity, dtype=recipe.dtype, layout=layout, rank=found.mesh.rank)
