@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from nanovllm.config import Auto, Cache, Config, Disk, Schedule, Server, Speculate, load_config
-from nanovllm.engine.executor import Executor
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.ranks import RankedExecutor, mesh_of
 from nanovllm.kv.hybrid import memory_of
@@ -72,9 +71,8 @@ class WholeEngine:
         self.mesh = Mesh() if place is None else mesh_of(config, place)
         built = build(replace(config, recipe=recipe), self.mesh)
         self.runner = built.runner
-        executor: Executor = self.runner
-        if place is not None and place.rank == 0:
-            executor = RankedExecutor(self.runner, place)
+        is_first = place is not None and place.rank == 0
+        executor = RankedExecutor(self.runner, place) if is_first else self.runner
         self.vocab_size = built.vocab_size
         self.num_masked = 0
         make = partial(
@@ -90,8 +88,7 @@ class WholeEngine:
             self.memory = self.scheduler.memory
         self.loop = EngineLoop(self.scheduler, executor, self.collect, self, depth)
         self.text: dict[int, list[int]] = {}
-        self.cached: dict[int, int] = {}
-        self.finish: dict[int, FinishReason] = {}
+        self.cached, self.finish = dict[int, int](), dict[int, FinishReason]()
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
 
     def fill(self, rows: list[tuple[int, list[int]]]) -> Masks:

@@ -69,7 +69,7 @@ class Below(Protocol):
 
 
 @dataclass(slots=True)
-class Store:
+class PageStore:
     """A transfer of pages to host slots."""
 
     keys: list[Key]
@@ -79,7 +79,7 @@ class Store:
 
 
 @dataclass(slots=True)
-class Load:
+class PageLoad:
     """A transfer to pages of a request: those of its text from index `first` on."""
 
     request_id: int  # -1 once the request has left; the pages are then in quarantine
@@ -115,8 +115,8 @@ class HostTier:
         self.most_storing = most_storing
         self.below = below
         self.forget: Callable[[Key], None] = lambda _: None
-        self.loads: dict[int, Load] = {}
-        self.stores: dict[int, Store] = {}
+        self.loads: dict[int, PageLoad] = {}
+        self.stores: dict[int, PageStore] = {}
         self._writes: dict[int, tuple[Key, int]] = {}  # key and slot, by ticket
         self._to_write: dict[Key, None] = {}  # in order
         self._checked: set[Key] = set()  # to be written once their store has ended
@@ -124,7 +124,7 @@ class HostTier:
         self._free = list(range(num_slots))[::-1]
         self._readers: Counter[int] = Counter()  # loads and writes by slot
         self._orphans: set[int] = set()
-        self._storing: dict[Key, Store] = {}
+        self._storing: dict[Key, PageStore] = {}
         self._unverified: set[Key] = set()  # keys whose content may contain NaN
         self._fresh: list[tuple[Key, int]] = []  # filled by the plan under construction
         self._queue: deque[tuple[Key, int]] = deque()  # filled by issued plans
@@ -239,7 +239,7 @@ class HostTier:
 
         The caller holds these until the transfer ends. `unverified` pages may contain NaN.
         """
-        store = Store([], [], [])
+        store = PageStore([], [], [])
         for key, page in pages.items():
             if (slot := self._blank_slot()) < 0:
                 self.counts["host.dropped"] += 1
@@ -296,12 +296,14 @@ class HostTier:
         assert -1 not in fetched.values(), "no slot for a page from the tier below"
         slots = [fetched[key] if key in fetched else self._kept[key] for key in keys]
         self._ticket += 1
-        self.loads[self._ticket] = Load(request_id, first, keys, pages, slots, fetched)
+        self.loads[self._ticket] = PageLoad(
+            request_id=request_id, first=first, keys=keys, pages=pages, slots=slots, fetched=fetched
+        )
         pairs = list(zip(slots, pages, strict=True))
         self._moves.loads.append(Copies(self._ticket, pairs, [*fetched.items()]))
         return self._ticket
 
-    def end_load(self, ticket: int, *, ok: bool) -> tuple[Load, bool]:
+    def end_load(self, ticket: int, *, ok: bool) -> tuple[PageLoad, bool]:
         """End a load. Return it, and True if its pages have their content."""
         load = self.loads.pop(ticket)
         own = [slot for slot in load.slots if slot not in load.fetched.values()]
@@ -356,11 +358,13 @@ class HostTier:
         """Queue pages for a write whose tokens have all been checked."""
         if self.below is None:
             return
+        if len(self._checked) > self.most_queued:
+            self._checked.clear()  # most are of pages whose stores were dropped
         for key in keys:
-            if key in self._storing:
-                self._checked.add(key)
-            elif key in self._kept:
+            if key in self._kept:
                 self._queue_write(key)
+            else:
+                self._checked.add(key)
 
     def _queue_write(self, key: Key) -> None:
         is_written = any(key == other for other, _ in self._writes.values())

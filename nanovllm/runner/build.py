@@ -28,7 +28,7 @@ from nanovllm.parallel.mesh import Mesh
 from nanovllm.parallel.places import num_ranks
 from nanovllm.runner.batch import BatchPrep, Slots, StepRows, decode_rows
 from nanovllm.runner.caches import make_caches, states_of
-from nanovllm.runner.disk import OpenDisk, disk_of
+from nanovllm.runner.disk import disk_of
 from nanovllm.runner.graphs import graph_sizes, largest_graph, obstacles, piecewise_sizes
 from nanovllm.runner.invariance import check_products, check_states
 from nanovllm.runner.precompile import compile_in_background, jobs_of
@@ -67,7 +67,8 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
         check_states(model, found.dtype)
     loaded = time.perf_counter()
     log.info("sizing the cache, which compiles what the largest steps need")
-    runner, recipe = with_caches(found, model, draft_model, disk_of(config, found))
+    runner, recipe = with_caches(found, model, draft_model)
+    add_tiers(runner, config, found)
     sized = time.perf_counter()
     own = found.model_config.max_position_embeddings
     log.info(
@@ -156,17 +157,14 @@ def prep_and_sampler(found: Resolved, max_tokens: int) -> tuple[BatchPrep, Sampl
 
 
 def with_caches(
-    found: Resolved,
-    model: Decoder,
-    draft_model: DraftModel | None = None,
-    open_disk: OpenDisk | None = None,
+    found: Resolved, model: Decoder, draft_model: DraftModel | None = None
 ) -> tuple[Runner, Recipe]:
     """Return a runner with the number of pages that fit, and the recipe with that number."""
     recipe, device, page_tokens = found.recipe, found.device, found.page_tokens
     num_slots, most = int(recipe.schedule.slots), found.max_model_tokens
     prep, sampler = prep_and_sampler(found, most)
 
-    def runner_with(num_pages: int, checkpoints: int, num_below: int = 0) -> Runner:
+    def runner_with(num_pages: int, checkpoints: int) -> Runner:
         caches = make_caches(found.layout, num_pages, page_tokens, found.dtype, device=device)
         states = states_of(
             found.layout,
@@ -177,9 +175,6 @@ def with_caches(
             device=device,
             in_host=recipe.cache.checkpoint_host_gib > 0,
         )
-        mover = None
-        if num_below:
-            mover = Mover(HostPages(caches, num_below), open_disk)
         return Runner(
             model=model,
             prep=prep,
@@ -189,7 +184,6 @@ def with_caches(
             drafter=drafter_of_model(found, sampler, draft_model, most),
             states=states,
             draft_model=draft_model,
-            mover=mover,
         )
 
     def full_step() -> None:
@@ -217,8 +211,13 @@ def with_caches(
         cache=replace(recipe.cache, pages=num_pages, checkpoints=checkpoints),
         server=replace(recipe.server, max_model_tokens=most),
     )
-    num_below = num_host_pages(recipe.cache, found.layout, page_tokens)
-    return runner_with(num_pages, checkpoints, num_below), sized
+    return runner_with(num_pages, checkpoints), sized
+
+
+def add_tiers(runner: Runner, config: Config, found: Resolved) -> None:
+    """Allocate pages in host memory and open the disk, if the recipe has them."""
+    if count := num_host_pages(found.recipe.cache, found.layout, found.page_tokens):
+        runner.mover = Mover(HostPages(runner.caches, count), disk_of(config, found))
 
 
 def cpu_threads(recipe: Recipe, model: Decoder) -> int:

@@ -6,6 +6,7 @@ Implements engine.executor.Executor. All work is enqueued on one stream, in the 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 from nanovllm.attention.base import AttentionBackend, Batch, ForwardContext
 from nanovllm.experts import ExpertLoad
+from nanovllm.kv.tiers import Below
 from nanovllm.models.decoder import Decoder
-from nanovllm.plan import Masks, StepPlan, mode_key
+from nanovllm.plan import Masks, Moved, Moves, StepPlan, mode_key
 from nanovllm.runner.batch import BatchPrep, RowBuilder, StepRows
 from nanovllm.runner.caches import Caches, NoStates, States
 from nanovllm.runner.expert_load import ExpertCounter
@@ -65,7 +67,6 @@ class Runner:
         drafter: Drafter | None = None,
         states: States | None = None,
         draft_model: DraftModel | None = None,
-        mover: Mover | NoTiers | None = None,
     ) -> None:
         """`draft_model` is the one that `drafter` runs, whose layers follow those of `model`."""
         self.drafter = drafter
@@ -77,11 +78,7 @@ class Runner:
         self.sampler = sampler
         self.caches = caches
         self.states = states or NoStates()
-        self.mover = mover or NoTiers()
-        self.disk = self.mover.disk
-        self.move = self.mover.move
-        self.moved = self.mover.moved
-        self.call_when_moved = self.mover.call_when_moved
+        self.mover: Mover | NoTiers = NoTiers()  # set by build for cache.host_gib
         own, by_layer = len(model.layers), {**caches.by_layer, **self.states.by_layer}
         model.bind_caches({n: cache for n, cache in by_layer.items() if n < own})
         if draft_model is not None:
@@ -112,6 +109,23 @@ class Runner:
     def expert_load(self, *, wait: bool) -> ExpertLoad | None:
         """Return the latest load of experts that is available, or with `wait` the present one."""
         return self.experts.newest(wait=wait)
+
+    @property
+    def disk(self) -> Below | None:
+        """The tier below host memory, if there is one."""
+        return self.mover.disk
+
+    def move(self, moves: Moves) -> None:
+        """Start transfers between tiers, after all launched plans."""
+        self.mover.move(moves)
+
+    def moved(self) -> list[Moved]:
+        """Return the transfers that have ended since the last call."""
+        return self.mover.moved()
+
+    def call_when_moved(self, wake: Callable[[], object]) -> None:
+        """Call `wake` from any thread after the end of each transfer."""
+        self.mover.call_when_moved(wake)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Handle:

@@ -61,7 +61,7 @@ class HostPages:
 
     def payload(self, slot: int) -> memoryview:
         """Return the bytes of a slot's page."""
-        return memoryview(self.row(slot).numpy())
+        return memoryview(self.row(slot).numpy().data)
 
     def parts(self, row: Tensor, page: int) -> list[tuple[Tensor, Tensor]]:
         """Return the parts of a row, each with the same part of a page on the device."""
@@ -75,7 +75,7 @@ class HostPages:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class StartedCopies:
     """A transfer that has been enqueued."""
 
     ticket: int
@@ -108,7 +108,7 @@ class Mover:
     ) -> None:
         self.host = host
         self._wake: Callable[[], object] = lambda: None
-        self.disk = None if open_disk is None else open_disk(lambda: self._wake() and None)
+        self.disk = None if open_disk is None else open_disk(self._call_wake)
         self._reads: dict[int, Fetch] = {}  # by ticket of the disk
         self._writes: dict[int, int] = {}  # tickets, by that of the disk
         self._moved: list[Moved] = []  # transfers that ended without a copy
@@ -123,7 +123,7 @@ class Mover:
         self._new_event: Callable[[], Event] = HostEvent
         if self._on_gpu:
             self._new_event = partial(torch.cuda.Event, enable_timing=True, blocking=True)
-        self._started: dict[str, deque[Started]] = {"stores": deque(), "loads": deque()}
+        self._started: dict[str, deque[StartedCopies]] = {"stores": deque(), "loads": deque()}
         self._ends: dict[int, Event] = {}  # by ticket, until Moves.ended
         self._to_watch: SimpleQueue[Event] | None = None
 
@@ -162,7 +162,7 @@ class Mover:
                     self._load(*pair)
             end = self._recorded()
         num_bytes = len(copies.pairs) * self.host.page_bytes
-        self._started[kind].append(Started(copies.ticket, begin, end, num_bytes))
+        self._started[kind].append(StartedCopies(copies.ticket, begin, end, num_bytes))
         self._ends[copies.ticket] = end
         if self._to_watch is not None:
             self._to_watch.put(end)
@@ -182,6 +182,9 @@ class Mover:
             staged.copy_(row, non_blocking=True)
         for own, part in self.host.parts(staged, page):
             part.copy_(own)
+
+    def _call_wake(self) -> None:
+        self._wake()
 
     def _fetch(self, copies: Copies) -> None:
         """Begin to read a load's pages from the disk."""

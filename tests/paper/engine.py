@@ -5,12 +5,11 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from random import Random
+from typing import Any
 
 import numpy as np
 
 from nanovllm.engine.loop import EngineLoop
-from nanovllm.kv.costs import TransferCosts
 from nanovllm.kv.hybrid import HybridMemory
 from nanovllm.kv.memory import KVMemory
 from nanovllm.kv.tiered import TieredMemory
@@ -22,7 +21,7 @@ from nanovllm.speculate import Drafts
 from nanovllm.wire import Abort, FinishReason, Generate, RefusalKind, Sampling, StepOutput
 from tests.kv.states import check_memory
 from tests.paper.gpu import PaperGPU, PaperHandle, PaperMasker, ids
-from tests.paper.transfers import PaperTransfers
+from tests.paper.transfers import PaperTiers, PaperTransfers
 
 PAGE = 4
 
@@ -50,8 +49,7 @@ def generate(
 class PaperEngine:
     """Engine over a simulated GPU. Also an engine.executor.Executor, which records the plans.
 
-    `host` is the number of pages in host memory. `transfers` is the seed of their transfers, which
-    end after up to `most_polls` polls; every `fail_every`-th load fails.
+    `tiers` are the fields of PaperTiers.
 
     `checkpoints` is the number of places for recurrent states, or None for a model without
     recurrent layers.
@@ -78,27 +76,12 @@ class PaperEngine:
         glitches: frozenset[int] = frozenset(),
         wrong_every: int = 3,
         draft_lag: int | None = None,
-        host: int = 0,
-        disk: bool = False,
-        host_cost: float = 0.0,
-        most_storing: int = 8,
-        most_polls: int = 0,
-        fail_every: int = 0,
-        transfers: int = 0,
+        **tiers: Any,
     ) -> None:
         self.budget, self.mixed = budget, mixed
-        # A page costs `host_cost` seconds, and a token one.
-        costs = TransferCosts(page_s=host_cost, token_s=1.0, start_s=0.0, disk_page_s=0.0)
-        tier = HostTier(host, costs=costs, most_queued=num_pages, most_storing=most_storing)
-        if disk:
-            tier.below = self
-        self.memory = KVMemory(num_pages, page, prefix=prefix)
-        if checkpoints is not None:
-            self.memory = HybridMemory(
-                num_pages, page, checkpoints, prefix=prefix, every=every, tier=tier
-            )
-        elif host:
-            self.memory = TieredMemory(num_pages, page, prefix=prefix, tier=tier)
+        self.tiers = PaperTiers(**tiers)
+        tier = self.tiers.tier(num_pages)
+        self.memory = self.memory_of(checkpoints, every, num_pages, page, prefix=prefix, tier=tier)
         self.scheduler = Scheduler(
             self.memory,
             num_slots=num_slots,
@@ -121,23 +104,26 @@ class PaperEngine:
             wrong_every=wrong_every,
             draft_lag=draft_lag,
         )
-        memories = [self.gpu.memory]
-        if self.gpu.layers is not None:
-            memories.append(self.gpu.layers.memory)
-        self.transfers = PaperTransfers(
-            memories, Random(transfers), most_polls=most_polls, fail_every=fail_every
-        )
+        self.transfers = PaperTransfers([self.gpu, self.gpu.layers], self.tiers)
+        tier.below = self.transfers if self.tiers.disk else None
         self.move, self.moved = self.transfers.move, self.transfers.moved
         self.plans: list[StepPlan] = []
-        self.steps_by_mode: Counter[str] = Counter()
-        self.padded_tokens = 0
+        self.steps_by_mode, self.padded_tokens = Counter[str](), 0
         self.max_queue = max_queue
         self.loop = self.loop_of(self.scheduler, depth, self.now)
         self.text: dict[int, list[int]] = {}
-        self.finish: dict[int, FinishReason] = {}
-        self.refused: dict[int, RefusalKind] = {}
+        self.finish, self.refused = dict[int, FinishReason](), dict[int, RefusalKind]()
         self.cached: dict[int, int] = {}
         self.num_prompt: dict[int, int] = {}  # of requests with log-probabilities
+
+    def memory_of(
+        self, checkpoints: int | None, every: int, *sizes: int, prefix: bool, tier: HostTier
+    ) -> KVMemory:
+        if checkpoints is not None:
+            return HybridMemory(*sizes, checkpoints, prefix=prefix, every=every, tier=tier)
+        if self.tiers.host:
+            return TieredMemory(*sizes, prefix=prefix, tier=tier)
+        return KVMemory(*sizes, prefix=prefix)
 
     def loop_of(self, planner: Planner, depth: int, now: Callable[[], float]) -> EngineLoop:
         return EngineLoop(
@@ -173,9 +159,6 @@ class PaperEngine:
             self.finish[done.request_id] = done.reason
         for refusal in out.refused:
             self.refused[refusal.request_id] = refusal.kind
-
-    def holds(self, key: bytes) -> bool:
-        return self.transfers.holds(key)
 
     def now(self) -> float:
         """Return the simulated time: one second per step."""

@@ -9,11 +9,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
+from nanovllm.kv.costs import TransferCosts
+from nanovllm.kv.tiers import HostTier
 from nanovllm.plan import Copies, Moved, Moves, StepPlan
 from tests.paper.draft_layers import NAN
 
 BUSY = -3
+
+
+@dataclass
+class PaperTiers:
+    """Sizes and faults of the tiers below the simulated device. A token costs one second."""
+
+    host: int = 0  # pages
+    disk: bool = False
+    host_cost: float = 0.0  # seconds per page
+    most_storing: int = 8
+    most_polls: int = 0  # until a transfer ends
+    fail_every: int = 0  # loads; 0: none fails
+    transfers: int = 0  # seed
+
+    def tier(self, num_pages: int) -> HostTier:
+        costs = TransferCosts(page_s=self.host_cost, token_s=1.0, start_s=0.0, disk_page_s=0.0)
+        most = self.most_storing
+        return HostTier(self.host, costs=costs, most_queued=num_pages, most_storing=most)
 
 
 @dataclass
@@ -27,15 +48,13 @@ class Transfer:
 
 
 class PaperTransfers:
-    """Part of an engine.executor.Executor. `memories` are the pages of all layers."""
+    """Part of an engine.executor.Executor. `layers` have the pages as `memory`, or are None."""
 
-    def __init__(
-        self, memories: list[list[list[int]]], rng: Random, *, most_polls: int, fail_every: int
-    ) -> None:
-        self.memories = memories
-        self.rng = rng
-        self.most_polls = most_polls
-        self.fail_every = fail_every
+    def __init__(self, layers: list[Any], tiers: PaperTiers) -> None:
+        self.memories = [each.memory for each in layers if each is not None]
+        self.rng = Random(tiers.transfers)
+        self.most_polls = tiers.most_polls
+        self.fail_every = tiers.fail_every
         self.slots: dict[int, list[list[int]]] = {}  # content of each layer
         self.disk: dict[bytes, list[list[int]]] = {}
         self.running: list[Transfer] = []
