@@ -118,7 +118,9 @@ class EngineLoop:
     @property
     def is_blocked(self) -> bool:
         """Return True if nothing can run before a message comes or a transfer ends."""
-        return not (self._in_flight or self._has_plan) and self.scheduler.num_moving > 0
+        if self._in_flight or self._has_plan or not self.scheduler.has_tiers:
+            return False
+        return self.scheduler.num_moving > 0
 
     def handle(self, message: ToEngine) -> None:
         """Process a message. An exception while admitting a request fails only that request."""
@@ -161,12 +163,12 @@ class EngineLoop:
         self.clock.skip()
         if self.pace is not None:
             self.scheduler.mixed_step_tokens = self.pace.mixed_step_tokens
-        if self.scheduler.num_moving:
+        if self.scheduler.has_tiers and self.scheduler.num_moving:
             for moved in self.executor.moved():
                 self.scheduler.moved(moved)
         plan = self.scheduler.plan()
         self._has_plan = plan is not None
-        if (moves := self.scheduler.moves()) is not None:
+        if self.scheduler.has_tiers and (moves := self.scheduler.moves()) is not None:
             self.executor.move(moves)
         self.clock.lap("plan")
         if plan is not None:
@@ -197,7 +199,7 @@ class EngineLoop:
             self.bubble_s += bubble_s
             if self.pace is not None:
                 self.pace.measured(step.num_decoded, step.num_prompt, step.handle.busy_s)
-            if not step.num_decoded:
+            if self.scheduler.has_tiers and not step.num_decoded:
                 self.scheduler.computed(step.num_prompt, step.handle.busy_s)
             is_typical = not (step.was_idle or step.num_prompt)
             period_s = step.handle.busy_s + bubble_s if is_typical else 0.0

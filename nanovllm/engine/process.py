@@ -228,7 +228,8 @@ class Engine:
             pace=pace,
             max_queue=max_queue,
         )
-        executor.call_when_moved(lambda: self._inbox.put(None))
+        if scheduler.has_tiers:
+            executor.call_when_moved(lambda: self._inbox.put(None))
         self._compiling: set[int] = set()  # ids of requests waiting for their grammar
         self._inbox = queue.SimpleQueue[ToEngine | Waited | Joined | Left | None]()
         self._outboxes: dict[int, queue.SimpleQueue[FromEngine | None]] = {}

@@ -126,7 +126,7 @@ class HybridMemory(TieredMemory):
         loads = below[: state.num_tokens // size - len(pages)]
         if not self._worthwhile(loads, state.num_tokens - found.num_cached):
             return found, []
-        return Found(pages, state.num_tokens, 0, state.id), loads
+        return Found(pages, state.num_tokens, checkpoint=state.id), loads
 
     def arrived(self, request_id: int) -> Found | None:
         found, keys = super().arrived(request_id), self._holdings[request_id].keys

@@ -58,6 +58,8 @@ class Found(NamedTuple):
 class KVMemory:
     """Pages of all requests, by request id. `prefix=False` turns reuse off."""
 
+    has_tiers = False  # True if there are tiers below the device, see kv/tiered.py
+
     def __init__(self, num_pages: int, page_tokens: int, *, prefix: bool = True) -> None:
         self.page_tokens = page_tokens
         self.prefix = prefix
@@ -111,7 +113,11 @@ class KVMemory:
         total = self.num_pages_for(len(keys.tokens))
         if not self._may_fit(keys, total + reserve):
             return None
-        found, loads = self._find_on_tiers(keys) if may_load else (self.find(keys), [])
+        loads: list[Key] = []
+        if self.has_tiers and may_load:
+            found, loads = self._find_on_tiers(keys)
+        else:
+            found = self.find(keys)
         blank = self._hold(found, total, reserve)
         if blank is None and found.source:  # without the copy, one page less is needed
             found = self.find(keys, copies=False)
@@ -120,7 +126,7 @@ class KVMemory:
             keys.refused_at = self._num_releases
             return None
         self._holdings[request_id] = Holding(keys, found.pages + blank, len(found.pages))
-        ticket = self._use(request_id, found, loads)
+        ticket = self._use(request_id, found, loads) if self.has_tiers else 0
         return found._replace(pages=found.pages + blank, ticket=ticket)
 
     def _hold(self, found: Found, total: int, reserve: int) -> list[int] | None:
@@ -155,11 +161,11 @@ class KVMemory:
 
         These follow the pages on the device.
         """
-        return self.find(keys), []
+        raise NotImplementedError
 
     def _use(self, request_id: int, found: Found, loads: list[Key]) -> int:
         """Start the load of an admitted request. Return its ticket; 0 without `loads`."""
-        return 0
+        raise NotImplementedError
 
     def _most_shared(self, keys: PageKeys) -> int:
         """Return the number of leading pages that can be shared, with one token left to compute."""
@@ -271,8 +277,8 @@ class KVMemory:
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Note the time of a step that computed prompts only."""
 
-    def tier_stats(self) -> dict[str, float]:
-        """Return wire.Stats.tiers without the number of arriving requests."""
+    def tier_stats(self, num_arriving: int) -> dict[str, float]:
+        """Return wire.Stats.tiers."""
         return {}
 
     # -- registration for reuse -------------------------------------------------------------

@@ -31,6 +31,7 @@ class TieredMemory(KVMemory):
     ) -> None:
         super().__init__(num_pages, page_tokens, prefix=prefix)
         self.tier = tier or HostTier(0)
+        self.has_tiers = self.tier.num_slots > 0
         self._checked: set[int] = set()  # requests with tokens whose logits were finite
 
     # -- admission --------------------------------------------------------------------------
@@ -60,8 +61,6 @@ class TieredMemory(KVMemory):
         A load replaces the content of its pages, so the next plan must not zero them meanwhile.
         """
         tier, holding = self.tier, self._holdings[request_id]
-        if not tier.num_slots:
-            return 0
         own = [holding.keys.full(i) for i in range(holding.num_named)]
         tier.touch(reversed(own))
         for key, page in zip(own, found.pages, strict=True):
@@ -130,14 +129,14 @@ class TieredMemory(KVMemory):
     def computed(self, num_tokens: int, seconds: float) -> None:
         self.tier.costs.computed(num_tokens, seconds)
 
-    def tier_stats(self) -> dict[str, float]:
-        return self.tier.stats() if self.tier.num_slots else {}
+    def tier_stats(self, num_arriving: int) -> dict[str, float]:
+        return {**self.tier.stats(), "arriving": num_arriving} if self.has_tiers else {}
 
     # -- registration and departures --------------------------------------------------------
 
     def _newly_full(self, holding: Holding, num_computed: int) -> range:
         filled = super()._newly_full(holding, num_computed)
-        for i in filled if self.tier.num_slots else ():
+        for i in filled if self.has_tiers else ():
             self.tier.note(holding.keys.full(i), holding.pages[i], is_issued=False)
         return filled
 
@@ -168,7 +167,7 @@ class TieredMemory(KVMemory):
 
     def release(self, request_id: int) -> None:
         holding = self._holdings[request_id]
-        if self.tier.num_slots:
+        if self.has_tiers:
             self.tier.touch(reversed(holding.keys.computed[: holding.num_named]))
             if request_id in self._checked:
                 self._checked.remove(request_id)

@@ -37,6 +37,8 @@ class Lanes:
     there plus `load_weight` times the lane's requests, as in server/router.py.
     """
 
+    has_tiers = False  # build refuses cache.host_gib with lanes
+
     def __init__(self, lanes: list[Scheduler], parallel: Parallel) -> None:
         self.lanes, self.weights = lanes, (parallel.prefill_weight, parallel.load_weight)
         self.step_tokens, self.mixed_step_tokens = lanes[0].step_tokens, lanes[0].mixed_step_tokens
@@ -151,7 +153,7 @@ class Lanes:
 
     @property
     def num_moving(self) -> int:
-        return 0  # build refuses cache.host_gib with lanes
+        return 0
 
     def moves(self) -> None:
         """Return None: lanes have no tiers below the device."""

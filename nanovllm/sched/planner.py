@@ -29,6 +29,7 @@ class Planner(Protocol):
 
     step_tokens: int
     mixed_step_tokens: int  # may change between steps
+    has_tiers: bool  # False: there are no transfers
 
     @property
     def has_work(self) -> bool:

@@ -131,8 +131,7 @@ class Queue:
             request = self.waiting[at]
             if request.num_in_flight:
                 break  # preempted, and a result for it is still in flight
-            if ticket := self.memory.awaited(request.keys, request.awaited):
-                request.awaited = ticket
+            if self.memory.has_tiers and self._awaits(request):
                 at += 1
             elif (num_pages := self._defer(request, plan)) is not None:
                 self.num_deferred += 1
@@ -149,6 +148,12 @@ class Queue:
                 break  # pages that become free are kept for this request
         for request in no_pages[:num_overtaken]:
             request.num_overtaken += 1
+
+    def _awaits(self, request: Request) -> bool:
+        """Return True if the request should wait for the transfer of another one."""
+        ticket = self.memory.awaited(request.keys, request.awaited)
+        request.awaited = ticket or request.awaited
+        return ticket > 0
 
     def _defer(self, request: Request, plan: OpenPlan) -> int | None:
         """Return the pages that a request needs in the next step, if it should wait for this one.

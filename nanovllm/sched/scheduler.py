@@ -10,14 +10,15 @@ States of a request (request.State). Each arrow is one method:
                    ^  |                       |    |                     |   |
                    |  |                       |    |                     |   |
                    '--+---- Queue.preempt ----'----+---------------------'   |
-                   ^  |                       ^    |                         |
-                   |  '------ Queue.retire ---+----'-------------------------'--> FINISHED
-                   |                          |
-                   | failed, Queue.preempt    | Queue._end_arrival
-                   '-------- ARRIVING --------'
-                    ^ Queue._admit    | Queue.retire
-                    |                 '--> FINISHED
-                    WAITING
+                      |                            |                         |
+                      '------ Queue.retire --------'-------------------------'--> FINISHED
+
+            Queue._admit               Queue._end_arrival
+    WAITING -------------> ARRIVING ----------------------> PREFILLING
+       ^                    |    |      Queue.retire
+       |                    |    '-------------------------> FINISHED
+       '--------------------'
+        Queue.preempt, or the transfer has failed
 
     WAITING     has no slot and no pages; after a preemption, results may still be in flight
     ARRIVING    has a slot and pages, some of which a transfer fills; is not planned
@@ -112,6 +113,7 @@ class Scheduler:
         min_saved_tokens: int = MIN_SAVED_TOKENS,
     ) -> None:
         self.memory = memory
+        self.has_tiers = memory.has_tiers
         self.step_tokens = step_tokens
         self.mixed_step_tokens = mixed_step_tokens
         self.tokens_ahead = drafts.tokens_ahead
@@ -132,7 +134,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.queue.by_id) or self.memory.has_moves
+        return bool(self.queue.by_id) or (self.has_tiers and self.memory.has_moves)
 
     @property
     def num_moving(self) -> int:
@@ -209,12 +211,8 @@ class Scheduler:
             draft_tokens=self._drafting.draft_tokens,
             accepted_tokens=sum(self._drafting.accepted_by_position),
             accepted_by_position=self._drafting.accepted_by_position,
-            tiers=self._tier_stats(),
+            tiers=self.memory.tier_stats(len(queue.arriving)),
         )
-
-    def _tier_stats(self) -> dict[str, float]:
-        tiers = self.memory.tier_stats()
-        return tiers | {"arriving": len(self.queue.arriving)} if tiers else {}
 
     # -- planning ---------------------------------------------------------------------------
 

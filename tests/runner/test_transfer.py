@@ -35,7 +35,7 @@ SMALL: dict[str, Any] = dict(pages=24, slots=4, step_tokens=24, max_tokens=90)
 
 def two_turns(engine: WholeEngine) -> WholeEngine:
     """Submit prompts, then each again with its answer and more."""
-    if engine.memory.tier_stats():
+    if engine.memory.has_tiers:
         engine.memory.tier.costs = TransferCosts(page_s=0, token_s=1, start_s=-1e9)  # always load
     prompts = [prompt for prompt in prompts_of(9) if len(prompt) > 20]
     for i, prompt in enumerate(prompts):
