@@ -453,7 +453,7 @@ def test_a_thousand_aborts_amid_loads_leave_nothing() -> None:
     engine = engine_of(num_pages=20, most_polls=3, fail_every=7, disk=True, host=16)
     engine.transfers.polls = None
     rng = Random(1)
-    for name in range(1000):
+    for name in range(1000, 2000):
         text = [name % 5] * 9 + A
         engine.say(generate(name, text, 3))
         for _ in range(rng.randint(0, 3)):
@@ -464,6 +464,6 @@ def test_a_thousand_aborts_amid_loads_leave_nothing() -> None:
     pool, tier = engine.memory.pool, engine.memory.tier
     assert pool.num_free == pool.num_pages and not states(engine)
     assert not (tier.loads or tier.stores or engine.transfers.running)
-    engine.say(generate(1000, A, 3))
+    engine.say(generate(2000, A, 3))
     engine.finish_all()
-    assert right(engine, 1000, A, 3)
+    assert right(engine, 2000, A, 3)
