@@ -86,6 +86,8 @@ DRIVEN_BY = {
         nanovllm/sched/planner.py nanovllm/sched/queue.py nanovllm/sched/request.py
         nanovllm/sched/scheduler.py""",
     "tests/paper/test_sharing.py": "nanovllm/kv/keys.py",
+    "tests/paper/test_arriving.py": """
+        nanovllm/kv/costs.py nanovllm/kv/tiered.py nanovllm/kv/tiers.py""",
     "tests/kv/disk/test_store_faults.py": """
         nanovllm/kv/disk/folder.py nanovllm/kv/disk/format.py nanovllm/kv/disk/health.py
         nanovllm/kv/disk/index.py nanovllm/kv/disk/limits.py""",
@@ -93,6 +95,7 @@ DRIVEN_BY = {
     "tests/transfer/test_page_client.py": """
         nanovllm/transfer/messages.py
         nanovllm/transfer/page_server.py nanovllm/transfer/sealed.py""",
+    "tests/runner/test_transfer.py": "nanovllm/disk_cache.py nanovllm/runner/disk.py",
     "tests/sampling/test_sampler.py": """
         nanovllm/sampling/__init__.py nanovllm/sampling/allowed_tokens.py
         nanovllm/sampling/bad_words.py nanovllm/sampling/base.py
