@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,7 @@ from nanovllm.bench.plan import (
 )  # fmt: skip
 from nanovllm.bench.sweep import COLOURS, new_figure, save
 from nanovllm.config import Config, ConfigError
+from nanovllm.kv.costs import break_even
 from nanovllm.models.config import read_model_config
 from nanovllm.parallel.cut import check_cut
 from nanovllm.parallel.mesh import first_rank
@@ -184,6 +186,11 @@ def numbers(plan: MemoryPlan, lengths: Sequence[int]) -> dict[str, float]:
         found[f"a page, {layers}, MiB"] = group.bytes_per_token * plan.found.page_tokens / 2**20
     lanes, ranks = plan.found.mesh.lanes, plan.found.mesh.size * plan.asked.parallel.dp
     found |= plan.split.numbers(lengths, ranks) | {"lanes": lanes, "context": plan.context}
+    if plan.asked.cache.host_gib and plan.gpu.gb_per_s:
+        token_s = plan.prefill_s(1, max(lengths)) / max(lengths)
+        lengths_by_source = break_even(token_s, plan.found.layout.bytes_per_token)
+        for source, tokens in lengths_by_source.items():
+            found[f"loads from {source} pay from, tokens"] = math.ceil(tokens)
     for length in lengths:
         fitting = requests_of(plan, length)
         found[f"requests of {length:,}"] = fitting

@@ -115,6 +115,8 @@ class PaperExecutor:
 
 def build(config: Config) -> tuple[PaperExecutor, Recipe, int, CacheLayout]:
     """Return the same as process.build. The cache layout has no bytes per page and no states."""
+    if config.recipe.cache.host_gib:
+        raise ConfigError("cache.host_gib is for engine: model; engine: paper has no bytes to keep")
     path = Path(config.config_path)
     try:
         model = msgspec.json.decode(path.read_bytes(), type=Numbers)
@@ -133,8 +135,6 @@ def resolve(recipe: Recipe, model_tokens: int, step_tokens: int = 8192) -> Recip
     `step_tokens` is the step size if the recipe leaves it open.
     """
     cache, server = recipe.cache, recipe.server
-    if cache.host_gib:
-        raise ConfigError("cache.host_gib is for engine: model; engine: paper has no bytes to keep")
     schedule = resolve_schedule(recipe.schedule, on_cpu=False, most=step_tokens)
     page_tokens = given_or(cache.page_tokens, 128)
     cache_tokens = given_or(cache.pages, 1 << 30) * page_tokens

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 
 MEASURED = 9  # latest measurements whose median is used
 LEAST_MEASURED = 128  # least prompt tokens of a step that shows the cost of a token
+START_S = 1e-3  # see TransferCosts
+# Bytes per second between host and device, and from disk, before the first measurement.
+HOST_RATE, DISK_RATE = 20e9, 1e9
 
 
 class TransferCosts:
@@ -21,7 +24,7 @@ class TransferCosts:
         self,
         page_s: float = 1e-3,
         token_s: float = 5e-5,
-        start_s: float = 1e-3,
+        start_s: float = START_S,
         disk_page_s: float = 2e-2,
     ) -> None:
         self.start_s = start_s
@@ -57,6 +60,19 @@ class TransferCosts:
         load_s = self.start_s + num_pages * median(self._page_s)
         load_s += num_fetched * median(self._disk_page_s)
         return load_s < num_tokens * median(self._token_s)
+
+
+def break_even(token_s: float, bytes_per_token: int) -> dict[str, float]:
+    """Return the length in tokens from which a load takes less time than computing, by source.
+
+    `token_s` is the time to compute a token. A load that never pays is left out.
+    """
+    found = {}
+    for source, rates in (("host memory", [HOST_RATE]), ("disk", [HOST_RATE, DISK_RATE])):
+        saved_s = token_s - sum(bytes_per_token / rate for rate in rates)
+        if saved_s > 0:
+            found[source] = START_S / saved_s
+    return found
 
 
 def median(values: Iterable[float]) -> float:

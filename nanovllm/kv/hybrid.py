@@ -31,7 +31,7 @@ from itertools import islice
 
 from nanovllm.config import Cache
 from nanovllm.kv.checkpoints import Checkpoints
-from nanovllm.kv.costs import TransferCosts
+from nanovllm.kv.costs import DISK_RATE, HOST_RATE, TransferCosts
 from nanovllm.kv.keys import Key, PageKeys
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.kv.memory import Found, KVMemory, Texts
@@ -40,8 +40,6 @@ from nanovllm.kv.tiered import TieredMemory
 from nanovllm.kv.tiers import MOST_STORING, Below, HostTier
 
 EVERY = 4096  # tokens; computing these again takes several times as long as a decode step
-# Bytes per second between host and device, and from disk, before the first measurement.
-HOST_RATE, DISK_RATE = 20e9, 1e9
 LOOKED_AT = 32  # maximum number of waiting requests that are compared
 
 

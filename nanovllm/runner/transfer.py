@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.config import ConfigError
 from nanovllm.kv.disk.store import DiskStore
 from nanovllm.kv.split import HOST_ALIGNED
 from nanovllm.plan import Copies, Moved, Moves, Write
@@ -50,7 +51,11 @@ class HostPages:
         self._pieces: list[Tensor] = []
         for first in range(0, num_slots, self._per_piece):
             count = min(self._per_piece, num_slots - first)
-            piece = torch.zeros(count, self.page_bytes, dtype=torch.uint8)
+            try:
+                piece = torch.zeros(count, self.page_bytes, dtype=torch.uint8)
+            except RuntimeError as error:
+                size = f"{count * self.page_bytes / 2**30:.1f} GiB"
+                raise ConfigError(f"cache.host_gib: cannot allocate {size}: {error}") from None
             if self.device.type == "cuda":
                 pin(piece, self, "cache.host_gib")
             self._pieces.append(piece)
@@ -85,7 +90,7 @@ class StartedCopies:
 
 
 @dataclass(slots=True)
-class Fetch:
+class PendingLoad:
     """A load whose pages are being read from the tier below."""
 
     copies: Copies
@@ -109,7 +114,7 @@ class Mover:
         self.host = host
         self._wake: Callable[[], object] = lambda: None
         self.disk = None if open_disk is None else open_disk(self._call_wake)
-        self._reads: dict[int, Fetch] = {}  # by ticket of the disk
+        self._reads: dict[int, PendingLoad] = {}  # by ticket of the disk
         self._writes: dict[int, int] = {}  # tickets, by that of the disk
         self._moved: list[Moved] = []  # transfers that ended without a copy
         self._fetch_s: dict[int, float] = {}  # of loads, by ticket
@@ -189,7 +194,7 @@ class Mover:
     def _fetch(self, copies: Copies) -> None:
         """Begin to read a load's pages from the disk."""
         assert self.disk is not None
-        fetch = Fetch(copies, time.perf_counter(), len(copies.fetches))
+        fetch = PendingLoad(copies, time.perf_counter(), len(copies.fetches))
         for key, slot in copies.fetches:
             self._reads[self.disk.read(key, self.host.payload(slot))] = fetch
 

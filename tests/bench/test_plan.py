@@ -194,6 +194,13 @@ def test_the_states_of_a_hybrid_model_come_first_then_checkpoints_and_pages() ->
     assert "GiB short of the smallest cache (2 pages)" in many.problem([32768])
 
 
+def test_pages_in_the_hosts_memory_are_planned() -> None:
+    found = numbers(on_h200("qwen3-8b", "parallel.tp=1", "cache.host_gib=64"), [500, 8000])
+    assert found["pages in host memory"] == 64 * 1024 // 18
+    assert found["loads from host memory pay from, tokens"] == 76
+    assert "loads from disk pay from, tokens" not in found  # 1 GB/s is slower than computing
+
+
 def test_checkpoints_in_the_hosts_memory_are_planned() -> None:
     shape = ("qwen3-next-80b-a3b", "quantize=fp8", "parallel.tp=1", "schedule.slots=64")
     on_device, plan = on_h200(*shape), on_h200(*shape, "cache.checkpoint_host_gib=64")
