@@ -22,8 +22,10 @@ import uvloop
 from msgspec import Struct
 
 from nanovllm.bench.measure import Sample
+from nanovllm.bench.workload import Conversation
 
 REQUEST_TIMEOUT_S = 600.0
+NOT_SENT = "not sent, because an earlier request of the conversation failed"
 READY_S = 60.0  # timeout to start client processes
 
 
@@ -32,9 +34,9 @@ class Share(Struct, frozen=True):
 
     url: str
     api_key: str | None
-    bodies: list[bytes]
-    due_s: list[float]  # send times of bodies; empty: each lane sends the next when it is free
-    num_lanes: int  # closed loop: requests that this process keeps in flight
+    conversations: list[Conversation]
+    due_s: list[float]  # start times of conversations; empty: each lane starts the next when free
+    num_lanes: int  # closed loop: conversations that this process holds at a time
 
 
 class Done(Struct):
@@ -47,7 +49,7 @@ class RunState:
 
     def __init__(self, context: SpawnContext, num_clients: int) -> None:
         self.all_ready = context.Barrier(num_clients + 1)  # including the parent
-        self.counts = context.Array("q", 3)  # bodies taken, requests finished, their tokens
+        self.counts = context.Array("q", 3)  # conversations taken, requests finished, their tokens
 
     def take(self) -> int:
         """Return 0, 1, 2, ..., each to one caller only."""
@@ -189,35 +191,52 @@ class _Driver:
         cpu = time.process_time()
         due_s = self._share.due_s
         if due_s:
-            await asyncio.gather(*map(self._one, self._share.bodies, due_s))
+            await asyncio.gather(*map(self._one, self._share.conversations, due_s))
         else:
             await asyncio.gather(*(self._lane() for _ in range(self._share.num_lanes)))
         wall = time.perf_counter() - self._start
         return Done(self.samples, (time.process_time() - cpu) / max(wall, 1e-9))
 
     async def _lane(self) -> None:
-        while (at := self._shared.take()) < len(self._share.bodies):
-            await self._send(self._share.bodies[at])
+        while (at := self._shared.take()) < len(self._share.conversations):
+            await self._hold(self._share.conversations[at])
 
-    async def _one(self, body: bytes, due_s: float) -> None:
+    async def _one(self, conversation: Conversation, due_s: float) -> None:
         await asyncio.sleep(self._start + due_s - time.perf_counter())
-        await self._send(body, due_s)
+        await self._hold(conversation, due_s)
 
-    async def _send(self, body: bytes, due_s: float | None = None) -> None:
+    async def _hold(self, conversation: Conversation, due_s: float | None = None) -> None:
+        """Send the requests of a conversation, one after another, until one fails.
+
+        The requests after a failed one are not sent, but count as failed.
+        """
+        error = ""
+        for at, turn in enumerate(conversation.turns):
+            if error:
+                sample = Sample(time.perf_counter(), [], error=NOT_SENT)
+            else:
+                if turn.pause_s:
+                    await asyncio.sleep(turn.pause_s)
+                sample = await self._send(conversation.body(at))
+                error = sample.error
+            if due_s is not None and at == 0:
+                sample.late_s = sample.sent - self._start - due_s
+            sample.session, sample.turn = conversation.session, at
+            sample.reusable_tokens = turn.reusable
+            self.samples.append(sample)
+            self._shared.finished(sample.output_tokens)
+
+    async def _send(self, body: bytes) -> Sample:
         while self._idle and not self._idle[-1].is_open:
             self._idle.pop()
         try:
             channel = self._idle.pop() if self._idle else await self._connect()
         except OSError as error:
-            sample = Sample(time.perf_counter(), [], error=f"cannot connect: {error}")
-        else:
-            sample = await channel.ask(f"{self._head} {len(body)}\r\n\r\n".encode() + body)
-            if channel.is_open:
-                self._idle.append(channel)
-        if due_s is not None:
-            sample.late_s = sample.sent - self._start - due_s
-        self.samples.append(sample)
-        self._shared.finished(sample.output_tokens)
+            return Sample(time.perf_counter(), [], error=f"cannot connect: {error}")
+        sample = await channel.ask(f"{self._head} {len(body)}\r\n\r\n".encode() + body)
+        if channel.is_open:
+            self._idle.append(channel)
+        return sample
 
     async def _connect(self) -> Channel:
         host, loop = self._url.hostname or "", asyncio.get_running_loop()

@@ -40,6 +40,9 @@ class Sample(Struct):
     input_tokens: int = 0  # this and the next two: as counted by the server
     output_tokens: int = 0
     cached_tokens: int = 0
+    session: int = 0  # number of the conversation
+    turn: int = 0  # number of the request in it
+    reusable_tokens: int = 0  # leading prompt tokens that an earlier request also has
     late_s: float | None = None  # delay of sending after the due time (open loop)
     error: str = ""
 
@@ -72,6 +75,7 @@ class Sample(Struct):
 class Outcome(Struct, frozen=True, kw_only=True):
     record: Record
     engine: dict[str, float]  # lines of the table's last section
+    conversations: dict[str, float]  # lines of the section of agents; {} for other loads
     errors: dict[str, int]  # number of occurrences of each
     experts: bytes  # tokens routed to each, as from experts.ExpertLoad.lines; may be empty
 
@@ -82,15 +86,17 @@ def concluded(
     goals_ms: Mapping[str, float],
     more: dict[str, float],
     experts: bytes = b"",
+    conversations: Mapping[str, float] = {},
     **fields: Any,  # noqa: ANN401
 ) -> Outcome:
     """Return the outcome of a run.
 
-    `engine` has the lines of the table's last section, `more` further metrics, and `fields` the
-    other fields of the record.
+    `engine` has the lines of the table's last section, `conversations` those of the section of
+    agents, `more` further metrics, and `fields` the other fields of the record.
     """
     metrics = summarise(samples, goals_ms)
-    labelled = {metric_name(label): value for label, value in engine.items()}
+    lines = {**engine, **conversations}
+    labelled = {metric_name(label): value for label, value in lines.items()}
     record = of_this_machine(
         duration_s=metrics["duration_s"],
         metrics=metrics | more | labelled,
@@ -98,7 +104,10 @@ def concluded(
         **fields,
     )
     errors = dict(Counter(one.error for one in samples if one.error).most_common())
-    return Outcome(record=record, engine=engine, errors=errors, experts=experts)
+    return Outcome(
+        record=record, engine=engine, conversations={**conversations}, errors=errors,
+        experts=experts,
+    )  # fmt: skip
 
 
 def summarise(samples: Sequence[Sample], goals_ms: Mapping[str, float] = {}) -> dict[str, float]:

@@ -7,9 +7,9 @@ import multiprocessing
 import re
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import takewhile
 from multiprocessing.connection import Connection, wait
-from random import Random
 from threading import BrokenBarrierError
 from urllib.parse import urlsplit
 
@@ -19,26 +19,19 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from nanovllm.bench import client
+from nanovllm.bench.agents import AgentLoad, agent_facts
 from nanovllm.bench.client import Done
 from nanovllm.bench.measure import Advance, Outcome, ProgressBar, concluded, now
 from nanovllm.bench.record import without_secrets
 from nanovllm.bench.report import engine_facts, samples_of, speculation
 from nanovllm.bench.started import LiveServer, cpu_facts, cpu_s
-from nanovllm.bench.workload import (
-    LEAD,
-    WORDS,
-    Wording,
-    Workload,
-    arrivals,
-    chat_bodies,
-    chat_body,
-    lengths,
-)
+from nanovllm.bench.workload import LEAD, WORDS, Message, Wording, Workload, user
 from nanovllm.config import Config, ConfigError
 
 EXPERTS = [f"/debug/experts?engine={at}" for at in range(64)]  # 404 after the last engine
 ROUTE = re.compile(r"(/v1(/chat/completions|/models)?)?/*$")  # path of a copied address
 DRAFTS = "vllm:spec_decode_num_drafts_total"  # metric of servers with speculative decoding
+ServerLoad = Workload | AgentLoad
 SCRAPE_S = 1.0
 PROGRESS_S = 0.2
 SOME_WORDS = WORDS[:64]  # sufficient for distinct prompts
@@ -88,15 +81,15 @@ class _Api:
     def metrics(self) -> dict[str, float]:
         return samples_of(self.page("/metrics"))
 
-    def prompt_tokens(self, load: Workload, model: str, text: str) -> int:
-        """Return the server's number of prompt tokens for a request with this text."""
-        body = chat_body(load, model, text) | {"max_tokens": 1}
+    def prompt_tokens(self, fields: Mapping[str, object], messages: list[Message]) -> int:
+        """Return the server's number of prompt tokens for a request with these messages."""
+        body = dict(fields) | {"messages": messages, "max_tokens": 1}
         reply = self.call("POST", "/v1/chat/completions", body)
         return int(reply.json()["usage"]["prompt_tokens"])
 
 
 def measure_server(
-    load: Workload,
+    load: ServerLoad,
     config: Config | None,
     *,
     url: str,
@@ -114,12 +107,12 @@ def measure_server(
     """
     api = _Api(url, api_key)
     with api.http:
-        served = ask_server(api, load)
+        served, load = ask_server(api, load)
         if config is not None and served.model not in config.model_names:
             raise ConfigError(f"{url} serves {served.model}; the recipe is {config.served_name}")
 
-        def send(part: Workload, label: str) -> tuple[Done, dict[str, float]]:
-            with bar(part.num_prompts, label) as advance:
+        def send(part: ServerLoad, label: str) -> tuple[Done, dict[str, float]]:
+            with bar(part.num_requests, label) as advance:
                 return run(part, served, api, processes, advance=advance)
 
         if num_warm := (load.concurrency or 8) if warmup is None else warmup:
@@ -132,7 +125,7 @@ def measure_server(
     tokens = sum(sample.output_tokens for sample in result.samples if not sample.error)
     (shown,) = without_secrets([command])
     peer = {"model": served.model, "served_by": served.engine, "command": shown}
-    texts = b"".join(chat_bodies(load, "", served.wording.text))  # the same for every server
+    is_agents = isinstance(load, AgentLoad)
     return concluded(
         kind="serve",
         started_at=started_at,
@@ -144,21 +137,33 @@ def measure_server(
         workload=msgspec.to_builtins(load)
         | {
             "name": load.name,
-            "arrivals": "closed loop" if load.request_rate is None else "gamma",
-            "prompts": "random words, no two prompts alike, other ones in the warm-up",
-            "digest": hashlib.sha256(texts).hexdigest()[:12],
+            "digest": digest_of(load, served.wording),
             "warmup": num_warm,
             "processes": processes,
-        },
+        }
+        | load.described,
         engine=engine_facts(before, after, peaks) | cpu_facts(cpu_before, cpu_after, tokens),
         more={"client_busy": result.busy}
         | speculation(before, after)
         | ({"start_to_ready_s": server.ready_s} if server else {}),
+        conversations=agent_facts(result.samples, before, after) if is_agents else {},
     )
 
 
-def ask_server(api: _Api, load: Workload) -> ServerFacts:
-    """Return the server's properties.
+def digest_of(load: ServerLoad, wording: Wording) -> str:
+    """Return a digest of all requests. It is the same for servers with equal token counts."""
+    digest = hashlib.sha256()
+    for conversation in load.conversations("", wording):
+        digest.update(conversation.head)
+        for turn in conversation.turns:
+            digest.update(turn.messages + turn.tail)
+            if turn.pause_s:
+                digest.update(f"{turn.pause_s:.3f}".encode())
+    return digest.hexdigest()[:12]
+
+
+def ask_server(api: _Api, load: ServerLoad) -> tuple[ServerFacts, ServerLoad]:
+    """Return the server's properties, and the load with those that its texts depend on.
 
     Short requests measure the tokens of each word, so no tokenizer is needed.
     """
@@ -168,23 +173,15 @@ def ask_server(api: _Api, load: Workload) -> ServerFacts:
     model, limit = models[0]["id"], models[0].get("max_model_len")
     version = re.findall(r'"version": ?"(.+?)"', api.page("/version"))
     engine = " ".join([models[0].get("owned_by", "unknown"), *version])
-    longest = (load.input_len + load.output_len) * (1.0 + load.range_ratio)
+    options, longest = load.longest_request
     if limit is not None and longest > limit:
         raise ConfigError(
-            f"--input-len + --output-len is up to {longest:.0f} tokens; {model} at {api.url} "
-            f"takes at most {limit}"
+            f"{options} is up to {longest:.0f} tokens; {model} at {api.url} takes at most {limit}"
         )
-    wording = wording_of(lambda text: api.prompt_tokens(load, model, text))
-    for num_tokens in lengths(load.input_len, load.range_ratio):
-        if not wording.reaches(num_tokens):
-            raise ConfigError(
-                f"--input-len (with --range-ratio) is {num_tokens} tokens; no prompt has this "
-                f"length at {api.url}, where the chat template alone has {wording.overhead}"
-            )
-    text = wording.text(Random(f"probe {load.seed}"), load.input_len)
-    if (counted := api.prompt_tokens(load, model, text)) != load.input_len:
-        raise ConfigError(f"{api.url} counts {counted} tokens where {load.input_len} were expected")
-    return ServerFacts(model, engine, wording, DRAFTS in api.page("/metrics"))
+    count = partial(api.prompt_tokens, load.fields(model))
+    wording = wording_of(lambda text: count([user(text)]))
+    fitted = load.fitted(wording, count, api.url)
+    return ServerFacts(model, engine, wording, DRAFTS in api.page("/metrics")), fitted
 
 
 def flags(command: str) -> dict[str, str]:
@@ -204,12 +201,12 @@ def wording_of(count: Callable[[str], int]) -> Wording:
 
 
 def run(
-    load: Workload, served: ServerFacts, api: _Api, processes: int, *, advance: Advance
+    load: ServerLoad, served: ServerFacts, api: _Api, processes: int, *, advance: Advance
 ) -> tuple[Done, dict[str, float]]:
     """Send the load from client processes. Return the samples, and maxima of server metrics."""
-    due = arrivals(load)
-    bodies = chat_bodies(load, served.model, served.wording.text, counted=served.has_drafts)
-    count = min(processes, load.num_prompts, load.concurrency or processes)
+    due = load.due_s()
+    texts = load.conversations(served.model, served.wording, counted=served.has_drafts)
+    count = min(processes, len(texts), load.concurrency or processes)
     context = multiprocessing.get_context("spawn")
     shared = client.RunState(context, count)
     pipes: list[Connection] = []
@@ -217,11 +214,11 @@ def run(
     try:
         for at in range(count):
             share = client.Share(
-                url=api.url, api_key=api.api_key, bodies=bodies, due_s=[], num_lanes=0
+                url=api.url, api_key=api.api_key, conversations=texts, due_s=[], num_lanes=0
             )
             if load.concurrency is None:  # each process has its own arrivals
-                share = replace(share, bodies=bodies[at::count], due_s=due[at::count])
-            else:  # every process may send every body
+                share = replace(share, conversations=texts[at::count], due_s=due[at::count])
+            else:  # every process may hold every conversation
                 share = replace(share, num_lanes=len(range(at, load.concurrency, count)))
             here, there = context.Pipe()
             worker = context.Process(target=client.main, args=(share, shared, there), daemon=True)

@@ -46,7 +46,9 @@ SPECULATION = (  # label, metric, digits, name in vLLM's files
 )
 POSITION = "acceptance_percent_position_"  # prefix of the metrics by position
 MAX_ERRORS = 5  # maximum kinds of errors listed
-MEASURED = re.compile(r"\((%|s)\)|\bus\b")  # in a label of the last section; others are counts
+MEASURED = re.compile(
+    r"\((%|s|ms)\)|\bus\b|\bper (second|minute)\b"
+)  # in a label; others are counts
 GAINS = {  # lines of the table: counters of the server
     "Preemptions": "vllm:num_preemptions_total",
     "Padded tokens": "nanovllm:graph_padded_tokens_total",
@@ -73,6 +75,12 @@ def table(outcome: Outcome) -> str:
         lines += [_line(label, values[name], digits) for label, name, digits, _ in SPECULATION]
         lines.append("Per-position acceptance (%):")
         lines += [_line(f"  Position {i}", rate) for i, rate in enumerate(positions_of(values))]
+    if outcome.conversations:
+        lines.append("Agents".center(WIDTH, "-"))
+        lines += [
+            _line(label, value, 2 if MEASURED.search(label) else 0)
+            for label, value in outcome.conversations.items()
+        ]
     if outcome.engine:
         lines.append("Engine (nanovllm)".center(WIDTH, "-"))
         for label, value in outcome.engine.items():

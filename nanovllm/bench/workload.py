@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from nanovllm.config import ConfigError
 from nanovllm.wire import Sampling
 
 MAX_PROMPT_ID = 10_000
@@ -26,9 +28,14 @@ SHAPES = {  # requests, prompt tokens, output tokens
 OFFLINE_NAMES = ("w1", "w1-top", *SHAPES)
 FOLDER = Path(__file__).parent
 RECORDS = msgspec.json.decode((FOLDER / "records.json").read_bytes())
+WARM_UP_SEED = 1_000_003  # added to the seed for prompts of the warm-up
 LEAD = "Words:"
 # Short, common words, which most tokenizers encode as one token each.
 WORDS = tuple((FOLDER / "words.txt").read_text().split())
+
+
+Message = dict[str, str]  # "role" and "content"
+Count = Callable[[list[Message]], int]  # a server's number of prompt tokens for messages
 
 
 class TokenLoad(Struct, frozen=True):
@@ -68,6 +75,32 @@ def token_load(name: str, *, seed: int, vocab_size: int) -> TokenLoad:
     return TokenLoad(name, prompts, outputs, sampling)
 
 
+class Turn(Struct, frozen=True):
+    """One request of a conversation."""
+
+    messages: bytes  # follows the messages of earlier turns in the body
+    tail: bytes  # the rest of the body
+    pause_s: float = 0.0  # from the end of the previous answer to this request
+    reusable: int = 0  # leading prompt tokens that an earlier request also has
+
+
+class Conversation(Struct, frozen=True):
+    """Requests of one user. Each is sent after the answer to the previous one.
+
+    Bodies are put together by the client process when they are sent, because those of a long
+    conversation repeat the same messages.
+    """
+
+    head: bytes
+    turns: list[Turn]
+    session: int = 0  # number of the conversation in its load
+
+    def body(self, turn: int) -> bytes:
+        """Return the JSON body of a request."""
+        messages = b",".join(one.messages for one in self.turns[: turn + 1])
+        return self.head + messages + self.turns[turn].tail
+
+
 class Workload(Struct, frozen=True, kw_only=True):
     """A load for a server. Exactly one of `concurrency` and `request_rate` is set."""
 
@@ -89,6 +122,23 @@ class Workload(Struct, frozen=True, kw_only=True):
         name += "-mixed" if self.range_ratio else ""
         return f"{name}-structured" if self.structured else name
 
+    @property
+    def num_requests(self) -> int:
+        return self.num_prompts
+
+    @property
+    def longest_request(self) -> tuple[str, float]:
+        """Return the options that determine the longest request, and its tokens."""
+        both = (self.input_len + self.output_len) * (1.0 + self.range_ratio)
+        return "--input-len + --output-len", both
+
+    @property
+    def described(self) -> dict[str, str]:
+        """Return the part of a record that says what the prompts are."""
+        arrive = "closed loop" if self.request_rate is None else "gamma"
+        prompts = "random words, no two prompts alike, other ones in the warm-up"
+        return {"arrivals": arrive, "prompts": prompts}
+
     def warm_up(self, count: int) -> Workload:
         """Return a closed loop of `count` other prompts, with at most 16 output tokens each."""
         return replace(
@@ -97,8 +147,51 @@ class Workload(Struct, frozen=True, kw_only=True):
             output_len=min(self.output_len, 16),
             concurrency=min(count, self.concurrency or count),
             request_rate=None,
-            seed=self.seed + 1_000_003,
+            seed=self.seed + WARM_UP_SEED,
         )
+
+    def fields(self, model: str) -> dict[str, Any]:
+        """Return the fields of a request for its sampling."""
+        body: dict[str, Any] = {
+            "model": model,
+            "messages": [],
+            "temperature": self.temperature,
+            "ignore_eos": self.ignore_eos,
+        }
+        if self.structured:  # without thinking, which does not follow the schema
+            body["response_format"] = {"type": "json_schema", "json_schema": RECORDS}
+            body["chat_template_kwargs"] = {"enable_thinking": False}
+            del body["ignore_eos"]  # the schema determines the end of an answer
+        return body
+
+    def fitted(self, wording: Wording, count: Count, url: str) -> Workload:
+        """Return the load. Raise ConfigError if prompts cannot have the wanted lengths."""
+        for num_tokens in lengths(self.input_len, self.range_ratio):
+            if not wording.reaches(num_tokens):
+                raise ConfigError(
+                    f"--input-len (with --range-ratio) is {num_tokens} tokens; no prompt has this "
+                    f"length at {url}, where the chat template alone has {wording.overhead}"
+                )
+        text = wording.text(Random(f"probe {self.seed}"), self.input_len)
+        if (counted := count([user(text)])) != self.input_len:
+            raise ConfigError(f"{url} counts {counted} tokens where {self.input_len} were expected")
+        return self
+
+    def conversations(
+        self, model: str, wording: Wording, *, counted: bool = False
+    ) -> list[Conversation]:
+        """Return one conversation of a single request for each prompt."""
+        bodies = chat_bodies(self, model, wording.text, counted=counted)
+        return [Conversation(b"", [Turn(body, b"")], at) for at, body in enumerate(bodies)]
+
+    def due_s(self) -> list[float]:
+        """Return the due time of each request in seconds; [] for a closed loop."""
+        if self.request_rate is None:
+            return []
+        rng = Random(f"arrivals {self.seed}")
+        shape, scale = self.burstiness, 1.0 / (self.request_rate * self.burstiness)
+        gaps = (rng.gammavariate(shape, scale) for _ in range(self.num_prompts - 1))
+        return [*accumulate(gaps, initial=0.0)]
 
 
 class Wording:
@@ -116,15 +209,22 @@ class Wording:
 
     def reaches(self, num_tokens: int) -> bool:
         """Return whether a text with `num_tokens` prompt tokens exists."""
-        return num_tokens > self.overhead and bool(self._words_for(num_tokens - self.overhead))
+        return self.words_reach(num_tokens - self.overhead)
 
     def text(self, rng: Random, num_tokens: int) -> str:
         """Return a message whose prompt has `num_tokens` tokens. `reaches` must be True."""
-        left, words = num_tokens - self.overhead, [LEAD]
-        while left:
-            words.append(rng.choice(self._words_for(left)))
-            left -= self._costs[words[-1]]
+        return self.words(rng, num_tokens - self.overhead)
+
+    def words(self, rng: Random, num_tokens: int) -> str:
+        """Return LEAD and words of `num_tokens` tokens. `words_reach` must be True."""
+        words = [LEAD]
+        while num_tokens:
+            words.append(rng.choice(self._words_for(num_tokens)))
+            num_tokens -= self._costs[words[-1]]
         return " ".join(words)
+
+    def words_reach(self, num_tokens: int) -> bool:
+        return num_tokens > 0 and bool(self._words_for(num_tokens))
 
     def _words_for(self, left: int) -> list[str]:
         """Return the words after which the remaining tokens can be reached."""
@@ -136,21 +236,6 @@ class Wording:
         return fitting[left]
 
 
-def chat_body(load: Workload, model: str, text: str) -> dict[str, object]:
-    """Return the fields of a request for its prompt and sampling."""
-    body: dict[str, object] = {
-        "model": model,
-        "messages": [{"role": "user", "content": text}],
-        "temperature": load.temperature,
-        "ignore_eos": load.ignore_eos,
-    }
-    if load.structured:  # without thinking, which does not follow the schema
-        body["response_format"] = {"type": "json_schema", "json_schema": RECORDS}
-        body["chat_template_kwargs"] = {"enable_thinking": False}
-        del body["ignore_eos"]  # the schema determines the end of an answer
-    return body
-
-
 def chat_bodies(
     load: Workload, model: str, text: Callable[[Random, int], str], *, counted: bool = False
 ) -> list[bytes]:
@@ -158,28 +243,27 @@ def chat_bodies(
 
     With `counted`, each chunk has the number of tokens up to it.
     """
-    options = {"include_usage": True} | ({"continuous_usage_stats": True} if counted else {})
     rng = Random(load.seed)
     inputs, outputs = (lengths(n, load.range_ratio) for n in (load.input_len, load.output_len))
     bodies = []
     for _ in range(load.num_prompts):
-        body = chat_body(load, model, text(rng, rng.choice(inputs))) | {
+        body = load.fields(model) | {
+            "messages": [user(text(rng, rng.choice(inputs)))],
             "max_tokens": rng.choice(outputs),
             "stream": True,
-            "stream_options": options,
+            "stream_options": stream_options(counted),
         }
         bodies.append(msgspec.json.encode(body))
     return bodies
 
 
-def arrivals(load: Workload) -> list[float]:
-    """Return the due time of each request in seconds; [] for a closed loop."""
-    if load.request_rate is None:
-        return []
-    rng = Random(f"arrivals {load.seed}")
-    shape, scale = load.burstiness, 1.0 / (load.request_rate * load.burstiness)
-    gaps = (rng.gammavariate(shape, scale) for _ in range(load.num_prompts - 1))
-    return [*accumulate(gaps, initial=0.0)]
+def stream_options(counted: bool) -> dict[str, bool]:
+    """Return the option for usage at the end; with `counted`, also for usage in each chunk."""
+    return {"include_usage": True} | ({"continuous_usage_stats": True} if counted else {})
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
 
 
 def lengths(mean: int, ratio: float) -> range:

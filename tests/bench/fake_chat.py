@@ -1,9 +1,10 @@
 """Tiny chat server with fixed timing and token counts: `python fake_chat.py PORT [WORD ...]`.
 
-A prompt has 9 tokens and 2 per word. With the word "ill", the server refuses every fifth request
-and drops every seventh in the middle. With "counts" it supports continuous_usage_stats. Any other
-word is its API key. Its streams are difficult but valid: a comment first, an empty chunk,
-reasoning, and events split over two writes.
+A prompt has 5 tokens, 4 per message and 2 per word (1 with the word "short"). Messages at the start
+of a prompt are cached if an earlier prompt began with them. With the word "ill", the server refuses
+every fifth request and drops every seventh in the middle. With "counts" it supports
+continuous_usage_stats. Any other word is its API key. Its streams are difficult but valid: a
+comment first, an empty chunk, reasoning, and events split over two writes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from itertools import takewhile
 
 FIRST_S = 0.03  # from request to first token
 GAP_S = 0.004  # between tokens
@@ -19,12 +21,14 @@ GAP_S = 0.004  # between tokens
 class FakeChat:
     version = ""
 
+    word_tokens = 2
+
     def __init__(self, is_ill: bool, api_key: str | None, counts: bool = False) -> None:
         self.is_ill = is_ill
         self.counts = counts
         self.api_key = api_key
         self.num_requests = 0
-        self.prompts: list[str] = []
+        self.prompts: list[list[dict]] = []
 
     async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := await read_head(reader):
@@ -64,18 +68,27 @@ class FakeChat:
         return {"id": "fake", "max_model_len": 4096}
 
     def prompt_tokens(self, messages: list[dict]) -> int:
-        return 9 + 2 * len(messages[0]["content"].split())
+        return 5 + sum(4 + self.word_tokens * len(one["content"].split()) for one in messages)
+
+    def cached_tokens(self, messages: list[dict]) -> int:
+        """Return the tokens of the messages at the start that an earlier prompt begins with."""
+        common = 0
+        for earlier in self.prompts:
+            pairs = zip(messages, earlier, strict=False)
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            common = max(common, same)
+        return self.prompt_tokens(messages[:common]) - 5 if common else 0
 
     async def chat(self, body: dict, writer: asyncio.StreamWriter) -> None:
-        prompt = body["messages"][0]["content"]
+        messages = body["messages"]
         usage = {
-            "prompt_tokens": self.prompt_tokens(body["messages"]),
+            "prompt_tokens": self.prompt_tokens(messages),
             "completion_tokens": body["max_tokens"],
-            "prompt_tokens_details": {"cached_tokens": self.prompts.count(prompt)},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens(messages)},
         }
         if not body.get("stream"):
             return reply(writer, 200, {"choices": [], "usage": usage})
-        self.prompts.append(prompt)
+        self.prompts.append(messages)
         self.num_requests += 1
         if self.is_ill and self.num_requests % 5 == 0:
             return reply(writer, 503, {"error": {"message": "the queue is full"}})
@@ -143,7 +156,9 @@ async def main(port: int, chat: FakeChat) -> None:
 
 
 if __name__ == "__main__":
-    rest = sys.argv[2:]
-    ill, counts = "ill" in rest, "counts" in rest
-    key = next((word for word in rest if word not in ("ill", "counts")), None)
-    asyncio.run(main(int(sys.argv[1]), FakeChat(ill, key, counts)))
+    words = {"ill", "counts", "short"}
+    rest = {*sys.argv[2:]}
+    (key,) = rest - words or [None]
+    chat = FakeChat("ill" in rest, key, "counts" in rest)
+    chat.word_tokens = 1 if "short" in rest else 2
+    asyncio.run(main(int(sys.argv[1]), chat))

@@ -242,7 +242,7 @@ def test_a_server_that_does_not_start_shows_its_last_words(healthy: str) -> None
         (["--concurrency", "2", "--request-rate", "3"], "give one"),
         (["--offline", "--start"], "exclude each other"),
         (["--offline", "--concurrency", "2"], "--concurrency has no effect"),
-        (["--workload", "w1"], "--workload names a load of --offline"),
+        (["--workload", "w1"], "--workload names a load of --offline; over HTTP, only agents"),
         (["--offline", "--workload", "bs1,bs2"], "--workload bs2: w1, w1-top, bs1, bs64,"),
         (["--offline", "--workload", "bs1,bs64", "--json-out", "x"], "--json-out takes one run"),
         (["--ablate", "schedule.depth=0"], "--ablate needs an engine"),

@@ -14,7 +14,6 @@ from nanovllm.bench.workload import (
     WORDS,
     Wording,
     Workload,
-    arrivals,
     chat_bodies,
     lengths,
     token_load,
@@ -163,7 +162,7 @@ def test_arrivals_have_the_rate_and_the_burstiness(burstiness: float) -> None:
     load = Workload(
         num_prompts=20_000, input_len=1, output_len=1, request_rate=50.0, burstiness=burstiness
     )
-    times = arrivals(load)
+    times = load.due_s()
     gaps = [b - a for a, b in itertools.pairwise(times)]
     assert times[0] == 0.0 and len(times) == 20_000
     assert statistics.mean(gaps) == pytest.approx(1 / 50, rel=0.05)
@@ -174,7 +173,7 @@ def test_arrivals_have_the_rate_and_the_burstiness(burstiness: float) -> None:
 
 def test_a_closed_loop_has_no_arrivals() -> None:
     load = Workload(num_prompts=3, input_len=1, output_len=1, concurrency=2)
-    assert arrivals(load) == []
+    assert load.due_s() == []
     assert load.name == "c2"
     assert msgspec.structs.replace(load, concurrency=None, request_rate=2.5).name == "rate2.5"
 
