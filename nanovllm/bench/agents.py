@@ -44,6 +44,7 @@ REUSE_PERCENT = (0, 50, 90, 97, 100)  # bounds of the classes by reused share of
 PERCENTILES = (50, 99)
 HITS, LOOKED_UP = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"  # of tiers below the GPU's memory
+TIER_HITS = "nanovllm:tier_hit_tokens_total"  # of each of them, on our servers
 
 
 class TurnPlan(NamedTuple):
@@ -278,6 +279,7 @@ def hits_by_tier(before: Mapping[str, float], after: Mapping[str, float]) -> dic
     asked = by_label(gains, LOOKED_UP).get("", 0.0)
     tiers = {"Hits in GPU memory (%)": HITS, "Hits in other tiers (%)": EXTERNAL_HITS}
     found = {label: by_label(gains, name).get("") for label, name in tiers.items()}
+    found |= {f"Hits in {k} tier (%)": n for k, n in by_label(gains, TIER_HITS, "tier").items()}
     return {label: 100.0 * n / asked for label, n in found.items() if n is not None and asked}
 
 

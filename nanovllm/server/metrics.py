@@ -30,6 +30,7 @@ REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.
              120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 # fmt: on
 TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
+TIER_EVENTS = ("stored", "loaded", "dropped", "evicted", "failed", "declined")
 CHOICES = (1, 2, 5, 10, 20)
 OTHER_PATH = "other"  # label of paths without a route and of malformed requests
 Sample = tuple[str, str, float]  # suffix of the metric's name, further labels, value
@@ -182,6 +183,8 @@ def _engine(page: _Page, engine: Seen, stats: Stats) -> None:
     page.add("vllm:cache_config_info", _by("block_size/num_gpu_blocks", sizes))
     page.add("nanovllm:last_step_age_seconds", engine.step_age_s)
     _queue_and_cache(page, stats)
+    if stats.tiers:
+        _tiers(page, stats)
     _steps(page, stats)
     if stats.accepted_by_position:
         _drafts(page, stats)
@@ -211,15 +214,56 @@ def _queue_and_cache(page: _Page, stats: Stats) -> None:
     page.add("vllm:num_preemptions_total", stats.num_preemptions)
     page.add("vllm:prompt_tokens_total", stats.prompt_tokens)
     page.add("vllm:prompt_tokens_cached_total", stats.cached_tokens)
-    cached = stats.cached_tokens
-    sources = {"local_compute": stats.prompt_tokens - cached, "local_cache_hit": cached}
+    loaded = sum(_by_tier(stats, "hit_tokens").values())
+    sources = {
+        "local_compute": stats.prompt_tokens - stats.cached_tokens,
+        "local_cache_hit": stats.cached_tokens - loaded,
+    } | ({"external_kv_transfer": loaded} if stats.tiers else {})
     page.add("vllm:prompt_tokens_by_source_total", _by("source", sources))
     page.add("vllm:prefix_cache_queries_total", stats.prompt_tokens)
-    page.add("vllm:prefix_cache_hits_total", stats.cached_tokens)
+    page.add("vllm:prefix_cache_hits_total", stats.cached_tokens - loaded)
     page.add("nanovllm:grammar_compilations_waiting", stats.num_compiling)
     page.add("nanovllm:grammar_matchers", stats.num_matchers)
     page.add("nanovllm:grammar_cache_bytes", stats.grammar_cache_bytes)
     page.add("nanovllm:grammar_compilation_failures_total", _by("reason", stats.grammar_failures))
+
+
+def _tiers(page: _Page, stats: Stats) -> None:
+    """Add the samples of tiers below the device, under vLLM's names where it has some."""
+    hits = _by_tier(stats, "hit_tokens")
+    local = stats.cached_tokens - sum(hits.values())
+    page.add("vllm:external_prefix_cache_queries_total", stats.prompt_tokens - local)
+    page.add("vllm:external_prefix_cache_hits_total", sum(hits.values()))
+    page.add("nanovllm:tier_hit_tokens_total", _by("tier", hits))
+    page.add("nanovllm:arriving_requests", stats.tiers.get("arriving", 0))
+    for tier, pages in _by_tier(stats, "pages").items():
+        used = stats.tiers.get(f"{tier}.pages_used", 0)
+        page.add(
+            "nanovllm:tier_pages",
+            _by("tier/state", {f"{tier}/capacity": pages, f"{tier}/used": used}),
+        )
+        if tier == "host":
+            page.add("vllm:kv_offload_cpu_cache_usage_perc", used / max(pages, 1))
+    events = {
+        f"{tier}/{event}": count
+        for event in TIER_EVENTS
+        for tier, count in _by_tier(stats, event).items()
+    }
+    page.add("nanovllm:tier_events_total", _by("tier/event", events))
+    page.add("vllm:kv_offload_stores_skipped_total", sum(_by_tier(stats, "dropped").values()))
+    for kind in ("load", "store"):
+        page.add(
+            f"vllm:kv_offload_{kind}_bytes_total", _by("tier", _by_tier(stats, f"{kind}_bytes"))
+        )
+        page.add(f"vllm:kv_offload_{kind}_time_total", _by("tier", _by_tier(stats, f"{kind}_s")))
+
+
+def _by_tier(stats: Stats, field: str) -> dict[str, float]:
+    """Return a field of each tier below the device."""
+    names = ((*key.rpartition("."), value) for key, value in stats.tiers.items())
+    return {
+        tier: value for tier, _, name, value in names if name == field and tier not in ("", "gpu")
+    }
 
 
 def _steps(page: _Page, stats: Stats) -> None:

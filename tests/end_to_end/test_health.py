@@ -117,7 +117,10 @@ def test_every_expression_of_the_dashboard_finds_its_metric(paper: Server) -> No
 
         eventually(has_told)
         assert not [name for name in samples if "spec_decode" in name]
-        drafted = Stats(accepted_by_position=[0])  # of a recipe that speculates
+        # Of a recipe that speculates and has host memory for pages.
+        tiers = {"host.pages": 1.0, "host.hit_tokens": 0.0, "host.load_bytes": 0.0}
+        tiers |= {"host.store_bytes": 0.0, "host.stored": 0.0}
+        drafted = Stats(accepted_by_position=[0], tiers=tiers)
         seen = Seen(ready=READY, stats=drafted, metrics=Metrics())
         tell(render([seen], [counted([seen], HttpCounts())]).decode())
     asked = expressions()
@@ -145,4 +148,6 @@ def test_the_dashboard_shows_what_an_operator_asks_for() -> None:
         "nanovllm:host_bubble_seconds_total",
         "nanovllm:graph_steps_total",
         "vllm:spec_decode_num_accepted_tokens_total",
+        "vllm:external_prefix_cache_hits_total",
+        "nanovllm:tier_pages",
     }

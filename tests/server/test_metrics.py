@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
+from nanovllm.bench.agents import agent_facts
+from nanovllm.bench.measure import Sample
 from nanovllm.bench.report import by_label, samples_of
 from nanovllm.experts import ExpertLoad
 from nanovllm.server.metrics import Histogram, HttpCounts, Metrics, Seen, counted, render
@@ -44,6 +46,7 @@ LINE = re.compile(
 )
 
 
+DONE = Sample(0.0, [1.0], input_tokens=100, output_tokens=1)
 SIZED = replace(READY, page_tokens=16, num_pages=1000)
 
 
@@ -174,6 +177,45 @@ def test_drafts_are_told_of_where_the_recipe_speculates() -> None:
     assert by_label(samples_of(nothing_yet), total.format("drafts")) == {"": 0}
 
 
+TIERS = {
+    "host.pages": 80.0, "host.pages_used": 20.0, "host.page_bytes": 4096.0, "arriving": 2.0,
+    "host.queued": 1.0, "host.loading": 3.0, "asked_tokens": 100.0, "gpu.hit_tokens": 35.0,
+    "host.hit_tokens": 15.0, "disk.hit_tokens": 10.0, "host.stored": 40.0, "host.loaded": 9.0,
+    "host.dropped": 5.0, "host.evicted": 6.0, "host.failed": 1.0, "host.declined": 7.0,
+    "host.store_bytes": 640.0, "host.load_bytes": 64.0, "host.store_s": 0.5, "host.load_s": 0.25,
+}  # fmt: skip
+
+
+def test_tiers_have_the_names_of_vllm() -> None:
+    """STATS: of 100 prompt tokens 60 are cached, of which 15 come from the host, 10 from disk."""
+    plain = samples_of(page(Metrics()))
+    assert by_label(plain, "vllm:prefix_cache_hits_total") == {"": 60}
+    assert "tier" not in page(Metrics()) and "external" not in page(Metrics())
+    found = samples_of(page(Metrics(), stats=replace(STATS, tiers=TIERS)))
+    assert by_label(found, "vllm:prefix_cache_queries_total") == {"": 100}
+    assert by_label(found, "vllm:prefix_cache_hits_total") == {"": 35}
+    assert by_label(found, "vllm:external_prefix_cache_queries_total") == {"": 65}
+    assert by_label(found, "vllm:external_prefix_cache_hits_total") == {"": 25}
+    sources = by_label(found, "vllm:prompt_tokens_by_source_total", "source")
+    assert sources == {"local_compute": 40, "local_cache_hit": 35, "external_kv_transfer": 25}
+    hits = by_label(found, "nanovllm:tier_hit_tokens_total", "tier")
+    assert hits == {"host": 15, "disk": 10}
+    pages = by_label(found, "nanovllm:tier_pages", "tier", "state")
+    assert pages == {"host/capacity": 80, "host/used": 20}
+    assert by_label(found, "vllm:kv_offload_cpu_cache_usage_perc") == {"": 0.25}
+    events = by_label(found, "nanovllm:tier_events_total", "event")
+    assert events == {"stored": 40, "loaded": 9, "dropped": 5, "evicted": 6, "failed": 1,
+                      "declined": 7}  # fmt: skip
+    total = "vllm:kv_offload_{}_total"
+    names = ("stores_skipped", "load_bytes", "load_time", "store_bytes", "store_time")
+    values = [by_label(found, total.format(name))[""] for name in names]
+    assert values == [5, 64, 0.25, 640, 0.5]
+    assert by_label(found, "nanovllm:arriving_requests") == {"": 2}
+    told = agent_facts([DONE], {}, found)
+    assert told["Hits in GPU memory (%)"] == 35.0 and told["Hits in other tiers (%)"] == 25.0
+    assert (told["Hits in host tier (%)"], told["Hits in disk tier (%)"]) == (15.0, 10.0)
+
+
 def test_experts_are_told_of_by_rank_and_by_layer() -> None:
     assert "expert" not in page(Metrics())
     imbalance = {"3/experts": 2.5, "3/ranks": 1.25, "4/experts": 4.0, "4/ranks": 1.0}
@@ -191,7 +233,7 @@ def test_every_line_is_a_sample_or_a_type_said_once() -> None:
     metrics.finished["stop"] += 1
     metrics.rejected["queue_full"] += 2
     load = ExpertLoad([0], bytes(16), bytes(8))
-    stats = replace(STATS, accepted_by_position=[3, 0], experts=load)
+    stats = replace(STATS, accepted_by_position=[3, 0], experts=load, tiers=TIERS)
     text = page(metrics, model='a "b"\\c\nd', stats=stats)
     assert r'model_name="a \"b\"\\c\nd"' in text
     said = [line.split(" ", 3) for line in text.splitlines() if line.startswith("#")]

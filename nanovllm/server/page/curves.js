@@ -49,6 +49,7 @@ const CHARTS = [
     lines: [{ label: "of the time", colour: "wait", value: (before, now) => rate(before, now, "nanovllm:host_bubble_seconds_total") }],
   },
 ];
+const CACHE = CHARTS.findIndex((chart) => chart.title === "Cache");
 const MODES = { title: "Steps per second", unit: short, lines: [] };
 // Blue lines are steps with prompt chunks, green ones those without. Thin lines are eager steps.
 const PHASES = {
@@ -104,6 +105,7 @@ export class CurveBoard {
     const [minute] = this._readings;
     this.medians = { first: firstToken(minute, reading, 0.5), between: quantile(minute, reading, BETWEEN, 0.5) };
     this._addModes(reading);
+    this._addTiers(reading);
     for (const chart of [this.speed, ...this._charts]) chart.take(before, reading, minute);
   }
 
@@ -117,6 +119,15 @@ export class CurveBoard {
     }
   }
 
+  // Tiers below the GPU, where the recipe has them: the share of their pages in use.
+  _addTiers(reading) {
+    const chart = this._charts[CACHE];
+    for (const key of new Set(reading.list("nanovllm:tier_pages").map(([labels]) => labels.tier))) {
+      if (chart.lines.some((line) => line.key === key)) continue;
+      chart.add({ key, label: `${key} in use`, colour: "held", isDashed: true, value: (_, now) => tierUse(now, key) });
+    }
+  }
+
   draw() {
     const now = performance.now() / 1000;
     for (const chart of [this.speed, ...this._charts]) chart.draw({ from: now - SHOWN_S, to: now }, this._colors);
@@ -127,6 +138,12 @@ function stepsOf(before, now, key) {
   const count = (reading) =>
     reading.list("nanovllm:graph_steps_total").find(([labels]) => `${labels.mode}/${labels.phase}` === key)?.[1] ?? 0;
   return (count(now) - count(before)) / (now.at - before.at);
+}
+
+function tierUse(now, tier) {
+  const pages = now.list("nanovllm:tier_pages").filter(([labels]) => labels.tier === tier);
+  const count = (state) => pages.find(([labels]) => labels.state === state)?.[1] ?? 0;
+  return count("used") / Math.max(1, count("capacity"));
 }
 
 class Chart {
