@@ -78,6 +78,7 @@ class Ready(Struct, frozen=True, tag="ready", array_like=True):
     num_slots: int
     # JSON, for records and logs: the recipe with every "auto" resolved but mixed_step_tokens.
     recipe: str = "{}"
+    tier_pages: int = 0  # pages of host memory below the device
 
 
 class Started(Struct, frozen=True, array_like=True):
@@ -85,6 +86,7 @@ class Started(Struct, frozen=True, array_like=True):
 
     request_id: int
     num_cached: int  # prompt tokens found in the prefix cache
+    num_loaded: int = 0  # of these, tokens that came from a tier below the device
 
 
 class Finish(Struct, frozen=True, array_like=True):

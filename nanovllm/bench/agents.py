@@ -279,7 +279,8 @@ def hits_by_tier(before: Mapping[str, float], after: Mapping[str, float]) -> dic
     asked = by_label(gains, LOOKED_UP).get("", 0.0)
     tiers = {"Hits in GPU memory (%)": HITS, "Hits in other tiers (%)": EXTERNAL_HITS}
     found = {label: by_label(gains, name).get("") for label, name in tiers.items()}
-    found |= {f"Hits in {k} tier (%)": n for k, n in by_label(gains, TIER_HITS, "tier").items()}
+    by_tier = by_label(gains, TIER_HITS, "tier")
+    found |= {f"Hits in {tier} tier (%)": n for tier, n in by_tier.items() if n}
     return {label: 100.0 * n / asked for label, n in found.items() if n is not None and asked}
 
 

@@ -15,7 +15,7 @@ from nanovllm.bench.workload import TokenLoad, token_load
 from nanovllm.config import Config
 from nanovllm.ipc.client import EngineClient
 from nanovllm.server.metrics import Metrics, Seen, render
-from nanovllm.wire import Finish, Generate, Refusal, TokenLogprobs
+from nanovllm.wire import Finish, Generate, Refusal, Started, TokenLogprobs
 
 STATS_S = 0.5  # the engine sends its counters five times a second, and when it becomes idle
 
@@ -83,8 +83,8 @@ class Stopwatch:
         self.sample = Sample(sent=time.perf_counter(), stamps=[], input_tokens=num_prompt)
         self._max_new, self._finished = max_new, finished
 
-    def started(self, num_cached: int) -> None:
-        self.sample.cached_tokens = num_cached
+    def started(self, start: Started) -> None:
+        self.sample.cached_tokens = start.num_cached
 
     def tokens(self, token_ids: Sequence[int]) -> bool:
         self.sample.stamps.append(time.perf_counter())

@@ -114,6 +114,8 @@ def main(
     gc.enable()
     ready()
     message = ready_message(recipe, config.served_name, vocab_size, place.lanes)
+    tier_pages = int(scheduler.stats().tiers.get("host.pages", 0))
+    message = msgspec.structs.replace(message, tier_pages=tier_pages)
     numbers = count()
     connections = []
     if supervisor is None:

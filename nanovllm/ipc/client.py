@@ -26,6 +26,7 @@ from nanovllm.wire import (
     Generate,
     Ready,
     Refusal,
+    Started,
     Stats,
     StepOutput,
     TokenLogprobs,
@@ -41,7 +42,7 @@ class EngineLostError(Exception):
 class Sink(Protocol):
     """Receiver of one request's results. Called from the event loop; must not block."""
 
-    def started(self, num_cached: int) -> None: ...
+    def started(self, start: Started) -> None: ...
 
     def logprobs(self, entry: TokenLogprobs) -> None:
         """Take the log-probabilities of a token, before the `tokens` call with that token."""
@@ -177,7 +178,7 @@ class EngineClient:
 
     def _dispatch(self, out: StepOutput, touched: Touched) -> None:
         for start in out.started:
-            self._call(start.request_id, "started", start.num_cached, touched)
+            self._call(start.request_id, "started", start, touched)
         for entry in out.logprobs:
             self._call(entry.request_id, "logprobs", entry, touched)
         self._dispatch_tokens(out, touched)

@@ -185,16 +185,19 @@ class Queue:
             request.state = State.ARRIVING
             self.arriving[request.id] = request
         else:
-            self._start(request, known, plan)
+            self._start(request, known, plan, num_loaded=0)
         return True
 
-    def _start(self, request: Request, known: Found, plan: OpenPlan) -> None:
-        """Plan the admission of a request that has its slot, its pages and its cached prefix."""
+    def _start(self, request: Request, known: Found, plan: OpenPlan, *, num_loaded: int) -> None:
+        """Plan the admission of a request that has its slot, its pages and its cached prefix.
+
+        `num_loaded` is the number of tokens of the prefix that came from tiers below the device.
+        """
         request.state = State.PREFILLING
         self.prefilling.add(request)
         if not request.was_started:
             request.was_started = True
-            self.events.started.append(Started(request.id, known.num_cached))
+            self.events.started.append(Started(request.id, known.num_cached, num_loaded))
             self.prompt_tokens += request.num_prompt
             self.cached_tokens += known.num_cached
         admit = Admit(
@@ -231,9 +234,10 @@ class Queue:
             return
         self._arrived.remove(request)
         del self.arriving[request.id]
+        num_loaded = known.num_cached - request.num_cached
         request.num_cached = known.num_cached
         self.decoding.planned[request.slot] = known.num_cached
-        self._start(request, known, plan)
+        self._start(request, known, plan, num_loaded=num_loaded)
 
     def _begin_anew(self, request: Request) -> None:
         """Move an arriving request back to the queue, where it computes its prefix."""

@@ -63,6 +63,7 @@ class Tally(Struct):
     num_prompt: int
     choices: list[Counts]
     num_cached: int | None = None  # of the choice that started first; None if none has started
+    num_loaded: int = 0  # of these, tokens from a tier below the device
 
     def usage(self) -> Usage:
         counts = self.choices

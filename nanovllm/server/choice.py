@@ -22,6 +22,7 @@ from nanovllm.wire import (
     Generate,
     Refusal,
     RefusalKind,
+    Started,
     TokenLogprobs,
 )
 
@@ -95,9 +96,9 @@ class Choice:
             mends=request.constrained_by is None,
         )
 
-    def started(self, num_cached: int) -> None:
+    def started(self, start: Started) -> None:
         if self._tally.num_cached is None:
-            self._tally.num_cached = num_cached
+            self._tally.num_cached, self._tally.num_loaded = start.num_cached, start.num_loaded
 
     def logprobs(self, entry: TokenLogprobs) -> None:
         tops = [

@@ -120,6 +120,11 @@ class Engines:
         ]
 
 
+def reusable_pages(ready: Ready) -> int:
+    """Return the number of pages that an engine can keep for later prompts, on all its tiers."""
+    return ready.num_pages + ready.tier_pages
+
+
 class Replicas(Engines):
     """Several engines, each of which may exit and restart."""
 
@@ -132,7 +137,7 @@ class Replicas(Engines):
         self._connecting: set[asyncio.Task[None]] = set()
         ready = clients[0].ready
         self._router = RequestRouter(
-            [client.ready.num_pages if recipe.cache.prefix else 0 for client in clients],
+            [reusable_pages(client.ready) if recipe.cache.prefix else 0 for client in clients],
             ready.page_tokens,
             prefill_weight=recipe.parallel.prefill_weight,
             load_weight=recipe.parallel.load_weight,

@@ -281,6 +281,7 @@ class Stream:
             status=status,
             prompt=tally.num_prompt,
             cached=tally.num_cached or 0,
+            loaded=tally.num_loaded or None,
             completion=self.num_tokens,
             ttft=self._first - self.begun if self.num_tokens else None,
             e2e=time.monotonic() - self.begun,

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from nanovllm import launch
+from nanovllm import launch, wire
 from nanovllm.bench import offline, online, store
 from nanovllm.bench.measure import Advance, Outcome, Sample, summarise, verdict
 from nanovllm.bench.started import started, stop
@@ -293,7 +293,7 @@ class PaperEngine:
             return sink.lost()
         if request.request_id == refuses:
             return sink.refused(Refusal(refuses, RefusalKind.TOO_LONG, "too long"))
-        sink.started(3)
+        sink.started(wire.Started(0, 3))
         rest = request.max_new - (request.request_id == loses)
         while rest:
             num, rest = min(2, rest), max(0, rest - 2)

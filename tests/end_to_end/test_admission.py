@@ -32,6 +32,7 @@ from nanovllm.wire import (
     Refusal,
     RefusalKind,
     Sampling,
+    Started,
     StepOutput,
 )
 from tests.paper.engine import PaperEngine, generate
@@ -130,7 +131,7 @@ class Sink:
         self.breaks = breaks
         self.heard: list[str] = []
 
-    def started(self, num_cached: int) -> None:
+    def started(self, start: Started) -> None:
         self.heard.append("started")
 
     def logprobs(self, entry) -> None: ...

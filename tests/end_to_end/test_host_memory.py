@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import httpx
+
+from nanovllm.bench.report import by_label, samples_of
 from tests.end_to_end.demo_server import Server, asked, start
 from tests.server.serving import eventually
 
@@ -38,7 +42,19 @@ def test_conversations_come_back_from_host_memory_and_from_disk(tmp_path: Path) 
         assert text and cached >= 96
         assert answer(server, messages[:-1], f"not {name}") == (text, 0)
     eventually(lambda: len([*tmp_path.glob("pages/*/*")]) >= 3 * 2 * 6, 20)
+    # Observers: the metrics of tiers, and the tokens that log lines report as loaded.
+    page = samples_of(httpx.get(f"{server.url}/metrics").text)
+    hits = sum(by_label(page, "nanovllm:tier_hit_tokens_total", "tier").values())
+    local = by_label(page, "vllm:prefix_cache_hits_total")[""]
+    assert hits == by_label(page, "vllm:external_prefix_cache_hits_total")[""] >= 96
+    assert local + hits == by_label(page, "vllm:prompt_tokens_cached_total")[""]
+    used = by_label(page, "nanovllm:tier_pages", "tier", "state")
+    assert 0 < used["host/used"] <= used["host/capacity"]
     assert server.stop() == 0
+    loaded = [re.search(r" cached=(\d+) loaded=(\d+) ", line) for line in server.lines]
+    counts = [(int(found[1]), int(found[2])) for found in loaded if found]
+    assert sum(tokens for _, tokens in counts) == hits
+    assert all(0 < tokens <= cached for cached, tokens in counts)
     server = start(*SMALL, *tiers)
     text, cached = answer(server, past["Grace"][:-1], "a")
     assert text == latest["Grace"][0] and cached >= 96

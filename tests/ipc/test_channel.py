@@ -65,8 +65,8 @@ class Notes:
     def __init__(self) -> None:
         self.said: list[object] = []
 
-    def started(self, num_cached) -> None:
-        self.said.append(("started", num_cached))
+    def started(self, start) -> None:
+        self.said.append(("started", start.num_cached))
 
     def logprobs(self, entry) -> None:
         self.said.append(entry)

@@ -17,7 +17,7 @@ from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.served import Served
 from nanovllm.server.stream import Stream
 from nanovllm.server.template import Prompt
-from nanovllm.wire import Finish, FinishReason, TokenLogprobs
+from nanovllm.wire import Finish, FinishReason, Started, TokenLogprobs
 from tests.server.fake_engine import READY
 from tests.server.serving import parsed_events
 from tests.server.test_stream import Client, Engine
@@ -182,10 +182,11 @@ def test_what_was_held_back_comes_at_the_end(stream) -> None:
 
 def test_cached_tokens_are_those_of_the_choice_that_started_first() -> None:
     session = opened(n=2)  # the second finds the first one's pages
-    session.choices[0].started(16)
-    session.choices[1].started(0)
-    session.choices[1].started(32)
+    session.choices[0].started(Started(0, 16, 8))
+    session.choices[1].started(Started(1, 0))
+    session.choices[1].started(Started(1, 32))
     assert session.tally.usage().prompt_tokens_details.cached_tokens == 16
+    assert session.tally.num_loaded == 8
 
 
 def test_stop_strings_count_only_after_min_tokens() -> None:

@@ -16,11 +16,11 @@ from tokenizers import Tokenizer
 
 from nanovllm.config import DEMO, load_config
 from nanovllm.ipc.client import EngineClient
-from nanovllm.server.engines import Engines, Replicas, Route
+from nanovllm.server.engines import Engines, Replicas, Route, reusable_pages
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.template import Prompt
-from nanovllm.wire import Beat, Generate, Sampling, Stats, StepOutput
-from tests.server.fake_engine import FakeEngine
+from nanovllm.wire import Beat, Generate, Sampling, Started, Stats, StepOutput
+from tests.server.fake_engine import READY, FakeEngine
 
 RECIPE = load_config(None, ["parallel.dp=2", "parallel.load_weight=20"]).recipe
 PROMPT = Prompt(list(range(100, 180)), "")  # 4 full pages of 16, and a rest
@@ -36,8 +36,8 @@ class Notes:
     def lost(self) -> None:
         self.was_lost = True
 
-    def started(self, num_cached: int) -> None:
-        self.num_cached = num_cached
+    def started(self, start: Started) -> None:
+        self.num_cached = start.num_cached
 
     def flush(self) -> None: ...
 
@@ -107,6 +107,18 @@ def test_requests_in_flight_and_prefixes_decide(fakes: list[FakeEngine]) -> None
         assert [at_of(engines, engines.route(one, PROMPT)) for one in others] == [1 - here] * 2
 
     run(fakes, main)
+
+
+def test_the_router_counts_pages_of_all_tiers() -> None:
+    """With those of the device alone, it forgets conversations that host memory still has."""
+    assert reusable_pages(replace(READY, num_pages=64, tier_pages=100)) == 164
+    both = [replace(READY, num_pages=3, tier_pages=tiers) for tiers in (0, 9)]
+
+    async def made() -> Replicas:
+        return Replicas([EngineClient.absent(ready) for ready in both], ["0", "1"], RECIPE)
+
+    engines = asyncio.run(made())
+    assert engines._router._limits == [3, 12]
 
 
 def test_streams_end_with_the_word_that_an_engine_was_lost(fakes: list[FakeEngine]) -> None:

@@ -15,7 +15,7 @@ from nanovllm.server.metrics import Metrics
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.served import Served
 from nanovllm.server.stream import Stream
-from nanovllm.wire import Finish, FinishReason, Generate, Refusal, RefusalKind
+from nanovllm.wire import Finish, FinishReason, Generate, Refusal, RefusalKind, Started
 from tests.server.fake_engine import READY
 
 
@@ -233,7 +233,7 @@ def test_the_clock_starts_and_stops_where_it_should(served) -> None:
         sink = engine.sinks[1]
         (token,) = served.template.tokenizer.encode("a").ids
         for when, call in (
-            (1.0, lambda: sink.started(0)),
+            (1.0, lambda: sink.started(Started(0, 0))),
             (3.0, lambda: sink.tokens([token])),
             (3.5, lambda: sink.tokens([token])),
             (4.5, lambda: (sink.tokens([token]), sink.finish(Finish(1, FinishReason.LENGTH)))),
