@@ -35,7 +35,7 @@ def run_all(engine: PaperEngine) -> list[tuple[float, Job]]:
 
 
 def test_measured_times() -> None:
-    """Within 5 % of the records that engine.py names."""
+    """Near the records that engine.py names."""
     assert prompt_s(4000, 0) * 16 == pytest.approx(16 * 4000 / 44_271, rel=0.15)
     assert decode_s(1, 384) == pytest.approx(4.2e-3, rel=0.05)
     assert decode_s(256, 256 * 256) == pytest.approx(10.8e-3, rel=0.15)
