@@ -241,3 +241,25 @@ def test_each_size_has_the_number_on_its_first_screen(driver, idle, width, heigh
         assert page.run("return document.documentElement.scrollWidth <= innerWidth"), view
     page.run("location.hash = 'watch'")
     end(page)
+
+
+def test_the_chart_of_the_cache_has_the_tiers_of_the_recipe(driver, idle) -> None:
+    """A reading with a tier adds one line, also after more readings."""
+    page = Page(driver, idle.url, "#watch")
+    driver.set_script_timeout(20)
+    shown = driver.execute_async_script("""
+        const done = arguments[0];
+        Promise.all([import("/page/curves.js"), import("/page/metrics.js")]).then(([curves, metrics]) => {
+            const board = new curves.CurveBoard();
+            const tier = (state, count) => `nanovllm:tier_pages{engine="0",tier="host",state="${state}"} ${count}`;
+            const texts = ["", `${tier("capacity", 80)}\\n${tier("used", 20)}`, `${tier("capacity", 80)}\\n${tier("used", 60)}`];
+            done(texts.map((text, at) => {
+                board.take(new metrics.Reading(text, at, 0), []);
+                const figures = [...board.node.querySelectorAll("figure")];
+                const cache = figures.find((one) => one.querySelector("figcaption span").textContent === "Cache");
+                return [...cache.querySelectorAll("li")].slice(2).map((line) => line.textContent);
+            }));
+        });
+    """)  # noqa: E501
+    assert shown == [[], ["host in use 25 %"], ["host in use 75 %"]]
+    assert page.complaints() == []
