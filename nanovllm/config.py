@@ -17,6 +17,7 @@ from typing import Any, Literal
 from msgspec import Struct, field, structs
 
 from nanovllm import checkpoint, disk_cache, experts, hosts, hub, recipes, speculate
+from nanovllm.adapters.section import Adapters as Adapters, check_runtime, located
 from nanovllm.disk_cache import Disk as Disk
 from nanovllm.experts import Experts as Experts
 from nanovllm.hub import Check
@@ -108,6 +109,7 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fp8_linear: Literal["auto", "torch", "tiled", "cute"] = "auto"
     experts: Literal["auto", "torch", "triton", "cute"] = "auto"  # cute: Triton for few rows
     delta: Literal["auto", "torch", "triton"] = "auto"  # gated delta rule of recurrent layers
+    add_deltas: Literal["auto", "torch", "triton"] = "auto"  # of LoRA adapters
     sample: Literal["auto", "torch", "triton"] = "auto"
     batch_prep: Literal["auto", "torch", "triton"] = "auto"
     exchange: Literal["auto", "torch", "triton"] = "auto"  # sums over GPUs; torch: by NCCL alone
@@ -176,6 +178,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     structured_outputs: StructuredOutputs = StructuredOutputs()
     paper: Paper = Paper()
     speculate: Speculate | None = None
+    adapters: Adapters | None = None  # LoRA adapters, which requests choose by `model`
 
     @property
     def num_drafts(self) -> int:
@@ -423,7 +426,7 @@ def locate(checked: Checked, check: Check | None = None) -> Config:
     has_tokenizer = folder is not None and (folder / "tokenizer.json").is_file()
     if not has_tokenizer and not dummy:
         raise ConfigError(f"{folder} has no tokenizer.json")
-    return Config(
+    config = Config(
         recipe=recipe,
         source=checked.source,
         changed=checked.changed,
@@ -432,6 +435,12 @@ def locate(checked: Checked, check: Check | None = None) -> Config:
         tokenizer_dir=str(folder if has_tokenizer else DEMO),
         served_name=recipe.server.served_name or last_part(recipe.model),
     )
+    if recipe.adapters is None:
+        return config
+    taken = {*config.model_names, *config.model_paths}
+    adapters = located(recipe.adapters, checked.base, taken)
+    check_runtime(adapters, recipe.server.api_key, recipe.server.workers)
+    return structs.replace(config, recipe=structs.replace(recipe, adapters=adapters))
 
 
 def _folder_of(model: str, check: Check, *, dummy: bool) -> Path | None:

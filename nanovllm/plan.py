@@ -39,6 +39,15 @@ class Admit(Struct, frozen=True, array_like=True):
     sampling: Sampling
     stop_ids: list[int]  # masked until sampling.min_tokens tokens are generated
     restore_from: int = -1  # checkpoint holding the recurrent state at num_cached; -1 = zero state
+    adapter: int = -1  # slot of its adapter; -1 = none
+
+
+class AdapterLoad(Struct, frozen=True, array_like=True):
+    """An adapter to copy to the device, into these pages of ranks. It replaces their content."""
+
+    number: int  # of the adapter's load
+    slot: int
+    pages: list[int]
 
 
 class Grant(Struct, frozen=True, array_like=True):
@@ -86,6 +95,7 @@ class StepPlan(Struct, frozen=True, array_like=True):
     # With several lanes and drafts by a model: whether the rows of any lane have masks. No lane
     # draws before these are known, since drafting may exchange tokens over lanes.
     draws_late: bool = False
+    adapters: list[AdapterLoad] = []  # done before the admissions
 
     @property
     def num_decoded(self) -> int:

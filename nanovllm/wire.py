@@ -60,10 +60,30 @@ class Generate(Struct, frozen=True, tag="gen", array_like=True):
     priority: int = 0  # lower is served first
     salt: str = ""  # requests share cached pages only within equal salts
     grammar: str = ""  # a structural tag (JSON) that the text must match from its first token
+    adapter: str = ""  # name of an adapter; empty: the model alone
 
 
 class Abort(Struct, frozen=True, tag="abort", array_like=True):
     request_id: int
+
+
+class LoadAdapter(Struct, frozen=True, tag="load", array_like=True):
+    """Load an adapter from a folder in `adapters.folder`, under a name."""
+
+    number: int  # of the message; its high bits are the worker, as in request ids
+    name: str
+    folder: str
+    replaces: bool = False  # whether the name may be loaded already
+
+
+class UnloadAdapter(Struct, frozen=True, tag="unload", array_like=True):
+    number: int
+    name: str
+
+
+class AdapterAnswer(Struct, frozen=True, tag="adapter", array_like=True):
+    number: int  # of the message
+    error: str = ""  # empty: done, on all ranks
 
 
 class Ready(Struct, frozen=True, tag="ready", array_like=True):
@@ -79,6 +99,7 @@ class Ready(Struct, frozen=True, tag="ready", array_like=True):
     # JSON, for records and logs: the recipe with every "auto" resolved but mixed_step_tokens.
     recipe: str = "{}"
     tier_pages: int = 0  # pages of host memory below the device
+    adapters: dict[str, str] = {}  # folders of the loaded adapters, by name
 
 
 class Started(Struct, frozen=True, array_like=True):
@@ -122,7 +143,7 @@ class Stats(Struct, frozen=True, kw_only=True):
     num_waiting: int = 0
     waiting_by_reason: dict[
         str, int
-    ] = {}  # "capacity", or "shared_prompt": another request computes it
+    ] = {}  # "capacity", "adapter", or "shared_prompt": another request computes it
     kv_usage: float = 0.0  # 0..1
     checkpoints: dict[str, int] = {}  # recurrent states for reuse: "places", "kept"
     checkpoint_events: dict[str, int] = {}  # "saved", "restored", "evicted"
@@ -157,6 +178,9 @@ class Stats(Struct, frozen=True, kw_only=True):
     # in seconds, "host.store_s" and "host.load_s". With a disk, also "disk.hit_tokens",
     # "disk.stored", "disk.loaded", "disk.dropped" and "disk.failed", which mean the same.
     tiers: dict[str, float] = {}
+    adapter_slots: int = 0  # maximum adapters on the device
+    # Requests by adapter: "running", "waiting". Names of unloaded adapters are left out.
+    adapters: dict[str, dict[str, int]] = {}
 
 
 class StepOutput(Struct, frozen=True, tag="out", array_like=True):
@@ -182,5 +206,5 @@ class Beat(Struct, frozen=True, tag="beat", array_like=True):
     late_s: float  # the part of step_age_s beyond the limit that earlier steps suggest
 
 
-ToEngine = Generate | Abort | Look
-FromEngine = Ready | StepOutput | Beat | Steps
+ToEngine = Generate | Abort | Look | LoadAdapter | UnloadAdapter
+FromEngine = Ready | StepOutput | Beat | Steps | AdapterAnswer

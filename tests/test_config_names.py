@@ -141,7 +141,15 @@ def test_the_wheel_ships_recipes_and_every_package() -> None:
     """`pip wheel .` copies only files that pyproject.toml lists."""
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     places = setuptools["package-dir"]
-    data = {"demo", "demo.draft", "server.page", "server.templates", "shipped", "shipped.configs"}
+    data = {
+        "demo",
+        "demo.adapters.pirate",
+        "demo.draft",
+        "server.page",
+        "server.templates",
+        "shipped",
+        "shipped.configs",
+    }
     found = {f"nanovllm.{name}" for name in data}
     for top in ("nanovllm", "nanovllm_kernels"):
         folder = ROOT / places[top]
@@ -199,7 +207,7 @@ def test_the_wheel_ships_recipes_and_every_package() -> None:
         ("load.zzz=1", "unknown key load.zzz; load has format, seed"),
         ("zzz=1", "unknown key zzz; a recipe has model, num_layers, engine, config, device, "
          "dtype, quantize, cpu_threads, load, parallel, experts, cache, schedule, kernels, server, "
-         "structured_outputs, paper, speculate"),
+         "structured_outputs, paper, speculate, adapters"),
         ("load={seed: 1, seed: 2}",
          "--set load: the value is not YAML: line 1: the key seed is given twice"),
     ],

@@ -15,6 +15,17 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"nanovllm": "tests", "kernels/nanovllm_kernels": "tests/kernels"}
 DRIVEN_BY = {
     "tests/test_config_names.py": "nanovllm/experts.py nanovllm/recipes.py nanovllm/typed_yaml.py",
+    "tests/adapters/test_mixed_batches.py": """
+        nanovllm/layers/lora.py nanovllm/models/adapter_layout.py
+        nanovllm/runner/adapters.py kernels/nanovllm_kernels/adapters/reference.py""",
+    "tests/adapters/test_refused.py": """
+        nanovllm/adapters/folder.py nanovllm/adapters/peft.py nanovllm/adapters/section.py
+        nanovllm/models/adapter_files.py""",
+    "tests/end_to_end/test_adapters.py": """
+        nanovllm/engine/adapters.py nanovllm/server/adapters.py""",
+    "tests/adapters/test_slots.py": "nanovllm/sched/adapters.py",
+    "tests/adapters/test_families.py": """
+        nanovllm/models/adapter_experts.py kernels/nanovllm_kernels/adapters/experts.py""",
     "tests/end_to_end/test_operation.py": """
         nanovllm/__init__.py nanovllm/__main__.py nanovllm/launch.py
         nanovllm/cli/__init__.py nanovllm/cli/commands.py""",
@@ -129,6 +140,7 @@ DRIVEN_BY = {
     "tests/server/test_tag_parameters.py": "nanovllm/grammars/tags.py",
     "tests/kernels/test_interpreted.py": """
         nanovllm/attention/paged.py nanovllm/attention/triton.py
+        kernels/nanovllm_kernels/adapters/deltas.py
         nanovllm/cli/check_kernels.py nanovllm/attention/delta_triton.py
         kernels/nanovllm_kernels/__init__.py kernels/nanovllm_kernels/norms/activation.py
         kernels/nanovllm_kernels/sampling/apply_mask.py

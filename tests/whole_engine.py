@@ -81,6 +81,7 @@ class WholeEngine:
             step_tokens=step_tokens,
             max_model_tokens=max_tokens,
             drafts=recipe.drafts,
+            adapters=recipe.adapters,
         )
         memory = partial(memory_of, built.layout, built.recipe.cache, executor.disk)
         self.scheduler = planner_of(make, memory, self.mesh.lanes, recipe.parallel)
@@ -120,6 +121,8 @@ class WholeEngine:
         sampling: Sampling = GREEDY,
         stops: Iterable[int] = (),
         grammar: str = "",
+        adapter: str = "",
+        salt: str = "",
     ) -> None:
         self.loop.handle(
             Generate(
@@ -128,7 +131,9 @@ class WholeEngine:
                 max_new,
                 list(stops),
                 sampling,
+                salt=salt,
                 grammar=grammar,
+                adapter=adapter,
             )
         )
 

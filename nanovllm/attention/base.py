@@ -94,6 +94,14 @@ class EagerOperation(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class AdaptedRows:
+    """Adapters of a step's tokens. Kernels find the ranks of each adapter on the device."""
+
+    adapter_T: Tensor  # int32: slot of each token's adapter, -1 for none
+    owner_P: Tensor  # int32: slot of the adapter that owns each page of ranks, -2 for none
+
+
 class Taps(Protocol):
     """Observer of the residual stream, whose values draft models take."""
 
@@ -114,6 +122,17 @@ class ForwardContext:
     eager: Callable[..., Tensor] = operator.call
     taps: Taps | None = None
     lane_tokens: int = 0  # as in plan.StepPlan; 0 in a graph, whose tokens are equal in all lanes
+    adapters: AdaptedRows | None = None  # None: no token of the step has an adapter
+
+    def adapted(self, *, is_last: bool) -> AdaptedRows | None:
+        """Return the adapters of the rows after a layer's attention.
+
+        After that of the last layer, these are the sampled tokens.
+        """
+        rows, batch = self.adapters, self.batch
+        if rows is None or not is_last or self.all_hidden or batch.sampled_at is None:
+            return rows
+        return replace(rows, adapter_T=rows.adapter_T[batch.sampled_at.clamp(min=0)])
 
 
 class AttentionBackend(Protocol):

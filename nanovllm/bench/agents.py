@@ -71,6 +71,7 @@ class AgentLoad(Struct, frozen=True, kw_only=True):
     seed: int = 0
     temperature: float = 0.6
     ignore_eos: bool = True
+    adapters: int = 0  # sessions use this number of the server's adapters in turn; 0: none
     # Tokens of the template and LEAD: around the first two messages, and each further pair.
     frames: tuple[int, int] = (0, 0)
 
@@ -209,15 +210,20 @@ class AgentLoad(Struct, frozen=True, kw_only=True):
         return self.shared_len - (self.frames[0] - wording.overhead)
 
     def conversations(
-        self, model: str, wording: Wording, *, counted: bool = False
+        self, names: Sequence[str], wording: Wording, *, counted: bool = False
     ) -> list[Conversation]:
-        """Return the sessions. Session i of a load is the same for any number of sessions."""
+        """Return the sessions, which have the names of a model or of adapters in turn.
+
+        Session i of a load is the same for any number of sessions.
+        """
         shared = wording.words(Random(f"agents {self.seed}"), self.shared_words(wording))
         options = {"stream": True, "stream_options": stream_options(counted)}
-        fields = msgspec.json.encode(self.fields(model) | options)
-        system = msgspec.json.encode(message(0, shared))
-        head = fields[:-1] + b',"messages":[' + system + b","
-        return [self._conversation(head, at, wording) for at in range(self.sessions)]
+        system, heads = msgspec.json.encode(message(0, shared)), list[bytes]()
+        for name in names:
+            fields = msgspec.json.encode(self.fields(name) | options)
+            heads.append(fields[:-1] + b',"messages":[' + system + b",")
+        each = range(self.sessions)
+        return [self._conversation(heads[at % len(heads)], at, wording) for at in each]
 
     def _conversation(self, head: bytes, session: int, wording: Wording) -> Conversation:
         rng, turns = Random(f"agents {self.seed} {session} words"), list[Turn]()

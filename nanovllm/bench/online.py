@@ -6,7 +6,7 @@ import hashlib
 import multiprocessing
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from multiprocessing.connection import Connection, wait
@@ -44,6 +44,7 @@ class ServerFacts(Struct, frozen=True):
     engine: str  # name and version, as in `vllm 0.26.0`
     wording: Wording
     has_drafts: bool  # a step may give a request several tokens
+    names: Sequence[str]  # values of the field model that requests have in turn
 
 
 class _Api:
@@ -153,7 +154,7 @@ def measure_server(
 def digest_of(load: ServerLoad, wording: Wording) -> str:
     """Return a digest of all requests. It is the same for servers with equal token counts."""
     digest = hashlib.sha256()
-    for conversation in load.conversations("", wording):
+    for conversation in load.conversations([""], wording):
         digest.update(conversation.head)
         for turn in conversation.turns:
             digest.update(turn.messages + turn.tail)
@@ -171,6 +172,9 @@ def ask_server(api: _Api, load: ServerLoad) -> tuple[ServerFacts, ServerLoad]:
     if not models:
         raise ConfigError(f"{api.url}/v1/models lists no model")
     model, limit = models[0]["id"], models[0].get("max_model_len")
+    adapters = [one["id"] for one in models if one.get("parent")]
+    if len(adapters) < load.adapters:
+        raise ConfigError(f"--adapters {load.adapters}: {api.url} serves {len(adapters)} adapters")
     version = re.findall(r'"version": ?"(.+?)"', api.page("/version"))
     engine = " ".join([models[0].get("owned_by", "unknown"), *version])
     options, longest = load.longest_request
@@ -181,7 +185,14 @@ def ask_server(api: _Api, load: ServerLoad) -> tuple[ServerFacts, ServerLoad]:
     count = partial(api.prompt_tokens, load.fields(model))
     wording = wording_of(lambda text: count([user(text)]))
     fitted = load.fitted(wording, count, api.url)
-    return ServerFacts(model, engine, wording, DRAFTS in api.page("/metrics")), fitted
+    served = ServerFacts(
+        model,
+        engine,
+        wording,
+        has_drafts=DRAFTS in api.page("/metrics"),
+        names=adapters[: load.adapters] or [model],
+    )
+    return served, fitted
 
 
 def flags(command: str) -> dict[str, str]:
@@ -205,7 +216,7 @@ def run(
 ) -> tuple[Done, dict[str, float]]:
     """Send the load from client processes. Return the samples, and maxima of server metrics."""
     due = load.due_s()
-    texts = load.conversations(served.model, served.wording, counted=served.has_drafts)
+    texts = load.conversations(served.names, served.wording, counted=served.has_drafts)
     count = min(processes, len(texts), load.concurrency or processes)
     context = multiprocessing.get_context("spawn")
     shared = client.RunState(context, count)

@@ -31,11 +31,12 @@ from nanovllm.layers.experts.products import weight_traffic
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.parallel.mesh import Mesh, first_rank
+from nanovllm.runner.adapters import bank_bytes
 from nanovllm.runner.resolved import GIB, Resolved, resolved
 from nanovllm.runner.room import need_of, step_bytes
 
 WEIGHTS, STEP, OTHERS, GRAPHS = "weights", "full step", "CUDA and others", "graphs"
-STATES, LOGPROBS = "running states", "log-probabilities"
+STATES, LOGPROBS, ADAPTERS = "running states", "log-probabilities", "adapters"
 CUDA_BYTES = 757 << 20  # CUDA context with the code of kernels, measured on an H200
 RANKS_BYTES = 512 << 20  # buffers between ranks, not measured yet
 HOST_GPUS = (1, 2, 4, 8)
@@ -148,7 +149,9 @@ def plan_of(config: Config, gpu: Gpu, size: int, models: Models | None = None) -
     model, weights = made[0], sum(t.nbytes for t in (*made[1].parameters(), *made[1].buffers()))
     slots = int(found.recipe.schedule.slots)
     taken = {WEIGHTS: weights, STATES: running_bytes(found.layout, found.recipe), LOGPROBS: 0}
-    total = share = weights + int(asked.cache.cpu_gib * GIB)
+    if asked.adapters is not None:
+        taken[ADAPTERS] = bank_bytes(asked.adapters, model, found.dtype)
+    total = share = weights + taken.get(ADAPTERS, 0) + int(asked.cache.cpu_gib * GIB)
     if gpu is not CPU:
         total = int(gpu.gib * GIB)
         share = int(total * asked.cache.memory_fraction)

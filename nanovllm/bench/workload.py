@@ -6,8 +6,8 @@ ids are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, cycle, islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -115,11 +115,13 @@ class Workload(Struct, frozen=True, kw_only=True):
     temperature: float = 0.6
     ignore_eos: bool = True
     structured: bool = False  # every answer follows the schema RECORDS
+    adapters: int = 0  # requests use this number of the server's adapters in turn; 0: none
 
     @property
     def name(self) -> str:
         name = f"c{self.concurrency}" if self.request_rate is None else f"rate{self.request_rate:g}"
         name += "-mixed" if self.range_ratio else ""
+        name += f"-lora{self.adapters}" if self.adapters else ""
         return f"{name}-structured" if self.structured else name
 
     @property
@@ -178,10 +180,13 @@ class Workload(Struct, frozen=True, kw_only=True):
         return self
 
     def conversations(
-        self, model: str, wording: Wording, *, counted: bool = False
+        self, names: Sequence[str], wording: Wording, *, counted: bool = False
     ) -> list[Conversation]:
-        """Return one conversation of a single request for each prompt."""
-        bodies = chat_bodies(self, model, wording.text, counted=counted)
+        """Return one conversation of a single request for each prompt.
+
+        Requests have the names of a model or of adapters in turn.
+        """
+        bodies = chat_bodies(self, names, wording.text, counted=counted)
         return [Conversation(b"", [Turn(body, b"")], at) for at, body in enumerate(bodies)]
 
     def due_s(self) -> list[float]:
@@ -237,17 +242,21 @@ class Wording:
 
 
 def chat_bodies(
-    load: Workload, model: str, text: Callable[[Random, int], str], *, counted: bool = False
+    load: Workload,
+    names: Sequence[str],
+    text: Callable[[Random, int], str],
+    *,
+    counted: bool = False,
 ) -> list[bytes]:
     """Return the JSON bodies of a run. `text` returns a text with a number of prompt tokens.
 
-    With `counted`, each chunk has the number of tokens up to it.
+    Requests have the names in turn. With `counted`, each chunk has the number of tokens up to it.
     """
     rng = Random(load.seed)
     inputs, outputs = (lengths(n, load.range_ratio) for n in (load.input_len, load.output_len))
     bodies = []
-    for _ in range(load.num_prompts):
-        body = load.fields(model) | {
+    for name in islice(cycle(names), load.num_prompts):
+        body = load.fields(name) | {
             "messages": [user(text(rng, rng.choice(inputs)))],
             "max_tokens": rng.choice(outputs),
             "stream": True,

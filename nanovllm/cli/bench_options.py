@@ -94,6 +94,8 @@ GIVEN: tuple[Callable[[Function], Function], ...] = (
            help="Seed of prompts, lengths and arrivals (default 0)."),
     option("--processes", type=POSITIVE, metavar="N", group=LOAD,
            help="Send from N processes (default: half the cores, at most 4)."),
+    option("--adapters", type=COUNT, default=0, metavar="N", group=LOAD,
+           help="Use N of the server's LoRA adapters in turn (default 0: the model alone)."),
     option("--sessions", type=POSITIVE, metavar="N", group=AGENTS,
            help="Hold N conversations (default: --concurrency, all at once)."),
     option("--turns", type=POSITIVE, metavar="N", group=AGENTS,
@@ -232,7 +234,7 @@ def plain_load(options: Options, concurrency: int | None, seed: int) -> Workload
 
 
 def agent_load(options: Options, concurrency: int | None, seed: int) -> AgentLoad:
-    names = (*OF_AGENTS, "temperature", "ignore_eos")
+    names = (*OF_AGENTS, "temperature", "ignore_eos", "adapters")
     given = {name: vars(options)[name] for name in names if vars(options)[name] is not None}
     chosen = {"concurrency": concurrency, "seed": seed}
     chosen["sessions"] = options.sessions or concurrency

@@ -113,7 +113,7 @@ SERVERS: Table = {
                  "max-parallel-loading-workers model-checksum delete-ckpt-after-loading "
                  "enable-multithread-load", "safetensors are loaded by all ranks at once"),
         use("config", "RECIPE", "a YAML file: `nanovllm serve my.yaml`"),
-        never("*lora* -*lora*", "merge the adapter into the weights"),
+        never("*lora* -*lora*", "serve adapters with --set adapters.folder=DIR"),
         never("runner convert task is-embedding pooler-config pooling-* override-pooler-config "
               "mm-* *-mm-* *multimodal* *media* *image* *video* asr-* *encoder* "
               "language-model-only language-only limit-mm-* enable-mis enable-prompt-embeds "

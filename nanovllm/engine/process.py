@@ -22,6 +22,7 @@ import numpy as np
 
 from nanovllm.config import Config, Recipe, given_or
 from nanovllm.engine import paper
+from nanovllm.engine.adapters import AdapterChanges, ReadAdapter
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.pace import PaceKeeper, pace_of
@@ -43,10 +44,12 @@ from nanovllm.wire import (
     Beat,
     FromEngine,
     Generate,
+    LoadAdapter,
     Ready,
     Stats,
     StepOutput,
     ToEngine,
+    UnloadAdapter,
 )
 
 log = logging.getLogger("engine")
@@ -68,6 +71,9 @@ class Left(NamedTuple):
     """A connection that has ended."""
 
     worker: int
+
+
+Mail = ToEngine | Waited | Joined | Left | ReadAdapter | None
 
 
 class Supervised(Protocol):
@@ -131,11 +137,16 @@ def main(
         max_queue=schedule.max_queue,
         stays=supervisor is not None,
     )
+    engine.adapters.folders |= message.adapters
     if supervisor is not None:
         supervisor.watch_steps(engine.loop.progress.late_s)
         supervisor.on_leave(engine.leave)
         accepting = partial(
-            accept_all, listener=listener, ready=message, numbers=numbers, join=engine.join
+            accept_all,
+            listener=listener,
+            ready=lambda: msgspec.structs.replace(message, adapters=dict(engine.adapters.folders)),
+            numbers=numbers,
+            join=engine.join,
         )
         threading.Thread(target=accepting, daemon=True).start()
     engine.run()
@@ -155,6 +166,7 @@ def scheduler_of(
         drafts=recipe.drafts,
         ageing_s=schedule.ageing_s,
         overtake_steps=schedule.overtake_steps,
+        adapters=recipe.adapters,
     )
     memory = partial(memory_of, layout, recipe.cache, disk)
     return planner_of(make, memory, place.lanes, recipe.parallel)
@@ -171,6 +183,7 @@ def ready_message(recipe: Recipe, served_name: str, vocab_size: int, lanes: int)
         page_tokens=int(recipe.cache.page_tokens),
         num_slots=int(recipe.schedule.slots) * lanes,
         recipe=msgspec.json.encode(recipe).decode(),
+        adapters={} if recipe.adapters is None else {name: name for name in recipe.adapters.names},
     )
 
 
@@ -183,12 +196,15 @@ def accepted(listener: Listener, ready: Ready, worker: int) -> Joined:
 
 
 def accept_all(
-    listener: Listener, ready: Ready, numbers: Iterator[int], join: Callable[[Joined], object]
+    listener: Listener,
+    ready: Callable[[], Ready],
+    numbers: Iterator[int],
+    join: Callable[[Joined], object],
 ) -> None:
     """Accept API processes forever, in a thread. A restarted one connects late."""
     while True:
         try:
-            join(accepted(listener, ready, next(numbers) % MOST_WORKERS))
+            join(accepted(listener, ready(), next(numbers) % MOST_WORKERS))
         except OSError:  # the peer disconnected, or there is no free file descriptor
             time.sleep(RETRY_S)
 
@@ -232,8 +248,9 @@ class Engine:
         )
         if scheduler.has_tiers:
             executor.call_when_moved(lambda: self._inbox.put(None))
+        self.adapters = AdapterChanges(scheduler, executor, self._deliver)
         self._compiling: set[int] = set()  # ids of requests waiting for their grammar
-        self._inbox = queue.SimpleQueue[ToEngine | Waited | Joined | Left | None]()
+        self._inbox = queue.SimpleQueue[Mail]()
         self._outboxes: dict[int, queue.SimpleQueue[FromEngine | None]] = {}
         self._stays = stays
         self._stats_due = 0.0
@@ -248,6 +265,9 @@ class Engine:
             self.loop.step()
         self.grammars.close()
         log.info("stopped %s", fields(steps=self.scheduler.stats().num_steps))
+
+    def _deliver(self, message: ReadAdapter) -> None:
+        self._inbox.put(message)
 
     def join(self, joined: Joined) -> None:
         """Serve one more API process. May be called from any thread."""
@@ -281,7 +301,7 @@ class Engine:
         while not self._inbox.empty():
             self._take(self._inbox.get())
 
-    def _take(self, message: ToEngine | Waited | Joined | Left | None) -> None:
+    def _take(self, message: Mail) -> None:
         match message:
             case None:
                 return
@@ -291,6 +311,8 @@ class Engine:
                 self._drop(worker)
             case Generate():
                 self._receive(message)
+            case LoadAdapter() | UnloadAdapter() | ReadAdapter():
+                self._change(message)
             case (request, outcome):
                 if request.request_id in self._compiling:  # otherwise it has been aborted
                     self._compiling.remove(request.request_id)
@@ -300,6 +322,12 @@ class Engine:
                 self.grammars.queue.leave(request_id)
             case _:
                 self.loop.handle(message)
+
+    def _change(self, message: LoadAdapter | UnloadAdapter | ReadAdapter) -> None:
+        """Change the adapters, and answer the API process."""
+        answer = self.adapters.take(message)
+        if answer is not None and (outbox := self._outboxes.get(answer.number >> WORKER_BITS)):
+            outbox.put(answer)
 
     def _receive(self, request: Generate) -> None:
         """Refuse, compile or start a request. One whose grammar compiles counts as waiting."""

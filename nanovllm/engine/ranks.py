@@ -50,8 +50,17 @@ log = logging.getLogger("engine")
 LOAD_EVERY_S = 0.2  # interval at which a busy lane reports the load of experts
 
 
+class AdapterMessage(Struct, frozen=True, array_like=True):
+    """A call of a method of engine.executor.AdapterStore."""
+
+    method: str
+    numbers: list[int]
+    folder: str = ""
+
+
 class PlanMessage(Struct, frozen=True, array_like=True):
-    """Message to the other ranks: the plan of the next step, masks of the last one, or transfers.
+    """Message to the other ranks: the plan of the next step, masks of the last one, transfers, or a
+    change of adapters.
 
     There is one entry per lane, or a single one for all ranks. Masks are int32; those of a lane
     without masked rows are empty.
@@ -60,6 +69,7 @@ class PlanMessage(Struct, frozen=True, array_like=True):
     plans: Sequence[StepPlan]
     masks: Sequence[Masks] = ()
     moves: Moves | None = None
+    adapters: AdapterMessage | None = None
 
 
 class ResultMessage(Struct, frozen=True, array_like=True):
@@ -122,6 +132,21 @@ class RankedExecutor:
     def move(self, moves: Moves) -> None:
         self.place.send(encode(PlanMessage([], moves=moves)))
         self.own.move(moves)
+
+    def read_adapter(self, number: int, folder: str, done: Callable[[int, str], object]) -> None:
+        self._send(AdapterMessage("read", [number], folder))
+        self.own.read_adapter(number, folder, done)
+
+    def commit_adapter(self, number: int) -> bool:
+        self._send(AdapterMessage("commit", [number]))
+        return self.own.commit_adapter(number)
+
+    def drop_adapters(self, numbers: Sequence[int]) -> None:
+        self._send(AdapterMessage("drop", list(numbers)))
+        self.own.drop_adapters(numbers)
+
+    def _send(self, message: AdapterMessage) -> None:
+        self.place.send(encode(PlanMessage([], adapters=message)))
 
     def launch(self, plan: StepPlan | LanesPlan) -> StepHandle:
         lanes = plan.lanes if isinstance(plan, LanesPlan) else (plan, plan)
@@ -199,6 +224,9 @@ class Follower:
 
     def take(self, message: bytes) -> None:
         received = decode_plan(message)
+        if received.adapters is not None:
+            self._change(received.adapters)
+            return
         if received.moves is not None:
             self.own.move(received.moves)
             self.own.moved()
@@ -216,6 +244,15 @@ class Follower:
             return
         if self.place.lanes > 1:
             self._sampled.put(handle)
+
+    def _change(self, change: AdapterMessage) -> None:
+        match change:
+            case AdapterMessage("read", [number], folder):
+                self.own.read_adapter(number, folder, lambda *_: None)
+            case AdapterMessage("commit", [number]):
+                self.own.commit_adapter(number)
+            case AdapterMessage("drop", numbers):
+                self.own.drop_adapters(numbers)
 
     def _reply(self) -> None:
         if torch.cuda.is_initialized():  # the default of a new thread is the first GPU

@@ -20,16 +20,19 @@ from nanovllm.look import Look, Steps
 from nanovllm.wire import (
     WORKER_BITS,
     Abort,
+    AdapterAnswer,
     Beat,
     Finish,
     FromEngine,
     Generate,
+    LoadAdapter,
     Ready,
     Refusal,
     Started,
     Stats,
     StepOutput,
     TokenLogprobs,
+    UnloadAdapter,
 )
 
 log = logging.getLogger("ipc")
@@ -90,6 +93,7 @@ class EngineClient:
         self._on_lost = on_lost
         self._sinks: dict[int, tuple[Sink, SinkGroup]] = {}
         self._lookers: deque[Callable[[Steps], object]] = deque()  # callbacks in order of Looks
+        self._changes: dict[int, asyncio.Future[AdapterAnswer]] = {}  # by number of the message
         self._num_ids = 0
         self._connection: AsyncConnection
         self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -134,6 +138,18 @@ class EngineClient:
         self._lookers.append(then)
         self._connection.send(Look(since))
 
+    async def change(self, message: LoadAdapter | UnloadAdapter) -> str:
+        """Change the engine's adapters. Return the reason why that failed, or an empty text.
+
+        Raise EngineLostError if the engine is gone.
+        """
+        if self.is_lost:
+            raise EngineLostError
+        answer = self._changes[message.number] = asyncio.get_running_loop().create_future()
+        self._connection.send(message)
+        found: AdapterAnswer = await answer
+        return found.error
+
     def close(self) -> None:
         self._connection.close()
 
@@ -169,6 +185,9 @@ class EngineClient:
                 self._dispatch(message, touched)
             elif isinstance(message, Beat):
                 self._beat, self._beat_at = message, self.step_time
+            elif isinstance(message, AdapterAnswer):
+                if not (answer := self._changes.pop(message.number)).done():
+                    answer.set_result(message)
             elif isinstance(message, Steps):
                 self._lookers.popleft()(message)
             else:
@@ -230,6 +249,9 @@ class EngineClient:
         if not self._is_ready.done():
             self._is_ready.set_exception(EngineLostError("the engine died while starting"))
             return
+        for answer in self._changes.values():
+            if not answer.done():
+                answer.set_exception(EngineLostError())
         streams = {stream: None for _, stream in self._sinks.values()}
         self._sinks = {}
         for stream in streams:

@@ -10,14 +10,19 @@ Key = bytes
 Tokens: TypeAlias = "array[int]"  # typecode "i"
 
 
-def root_key(salt: str) -> Key:
-    """Return the parent key of first pages. Different salts never share a page."""
+def root_key(salt: str, adapter: int = 0) -> Key:
+    """Return the parent key of first pages. Different salts or adapters never share a page.
+
+    `adapter` is a number of the adapter's load, unique over all processes. Both have a fixed place,
+    so that no salt can imitate an adapter.
+    """
     raw = salt.encode()
-    return sha256(len(raw).to_bytes(8, "little") + raw).digest()
+    fixed = len(raw).to_bytes(8, "little") + adapter.to_bytes(8, "little")
+    return sha256(fixed + raw).digest()
 
 
 def chain(parent: Key, tokens: Tokens) -> Key:
-    """Return the key of a page. Equal keys mean equal salts, equal prefixes and equal tokens."""
+    """Return the key of a page. Equal keys mean equal salts, adapters, prefixes and tokens."""
     return sha256(parent + tokens.tobytes()).digest()
 
 
@@ -29,10 +34,10 @@ class PageKeys:
 
     __slots__ = ("_full", "_root", "num_known", "page_tokens", "refused_at", "tokens")
 
-    def __init__(self, tokens: Tokens, salt: str, page_tokens: int) -> None:
+    def __init__(self, tokens: Tokens, salt: str, page_tokens: int, adapter: int = 0) -> None:
         self.tokens = tokens
         self.page_tokens = page_tokens
-        self._root = root_key(salt)
+        self._root = root_key(salt, adapter)
         self._full: list[Key] = []
         self.num_known = 0  # used by KVMemory: leading pages found in the last lookup
         self.refused_at = -1  # used by KVMemory: its release counter at the last refusal

@@ -62,11 +62,11 @@ class Attention(Layer):
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
         """Return the residual stream plus the block's result. May overwrite its input."""
         batch = ctx.batch
-        qkv, stream = self.qkv(residual)
+        qkv, stream = self.qkv(residual, ctx.adapters)
         o_TX = self.attended(as_tensor(qkv), cos_sin_LA, ctx)
         if self.is_last and not ctx.all_hidden:
             o_TX, stream = batch.sampled(o_TX), Added(batch.sampled(stream.stream_TD))
-        after: Residual = self.out(o_TX, stream)
+        after: Residual = self.out(o_TX, stream, ctx.adapters and ctx.adapted(is_last=self.is_last))
         return after
 
     def elements(self) -> int:

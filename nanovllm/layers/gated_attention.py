@@ -32,12 +32,13 @@ class GatedAttention(Attention):
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
         """Return the residual stream plus the block's result. May overwrite its input."""
         batch, width = ctx.batch, self.out.weight.shape[1]
-        qkv, stream = self.qkv(residual)
+        qkv, stream = self.qkv(residual, ctx.adapters)
         products = as_tensor(qkv)
         o_TX = self.attended(products[..., width:], cos_sin_LA, ctx)
         gate = products[..., :width]  # of all slices
         if self.is_last and not ctx.all_hidden:
             o_TX, stream = batch.sampled(o_TX), Added(batch.sampled(stream.stream_TD))
             gate = batch.sampled(gate.movedim(-2, 0)).movedim(0, -2)
-        after: Residual = self.out(self.ops.sigmoid_mul(gate, o_TX), stream)
+        rows = ctx.adapters and ctx.adapted(is_last=self.is_last)
+        after: Residual = self.out(self.ops.sigmoid_mul(gate, o_TX), stream, rows)
         return after

@@ -50,6 +50,7 @@ IMPLEMENTATIONS = {
         "rope_store": "nanovllm_kernels.norms.reference:rope_store",
         "experts": "nanovllm.layers.expert_products:TORCH",
         "delta": "nanovllm.attention.delta_kernels:TORCH",
+        "add_deltas": "nanovllm_kernels.adapters.reference:add_deltas",
     },
     "library": {
         "sliced_linear": "nanovllm_kernels.products.library_linear:SLICED_LINEAR",
@@ -63,6 +64,7 @@ IMPLEMENTATIONS = {
         "rope_store": "nanovllm_kernels.norms.rope_store:rope_store",
         "experts": "nanovllm.layers.expert_kernels:TRITON",
         "delta": "nanovllm.attention.delta_triton:TRITON",
+        "add_deltas": "nanovllm_kernels.adapters.deltas:add_deltas",
     },
     "cute": {
         "gated_linear": "nanovllm_kernels.products.gated_linear:GATED_LINEAR",
@@ -132,6 +134,7 @@ def invariant_ops(kernels: Kernels, device: torch.device) -> Ops:
         down=partial(expert_down, multiply=linear),
     )
     chosen["experts"] = chosen["experts"]._replace(few=few)
+    chosen["add_deltas"] = partial(chosen["add_deltas"], multiply=linear)
     return Ops(**chosen, products=preference({}, linear), multiply=linear, invariant=True)
 
 

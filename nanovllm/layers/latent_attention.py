@@ -13,13 +13,14 @@ from nanovllm_kernels.fp8_reference import FP8, Scaled
 from nanovllm_kernels.norms.reference import summed
 from torch import Tensor
 
-from nanovllm.attention.base import ForwardContext
+from nanovllm.attention.base import AdaptedRows, ForwardContext
 from nanovllm.attention.grouped import PagedKV
 from nanovllm.attention.latent import LatentHeads, Latents
 from nanovllm.attention.latent_rows import can_expand
 from nanovllm.config import Recipe
 from nanovllm.layers.fp8 import to_fp8
 from nanovllm.layers.linear import AddLinear, Layer, Linear, NormLinear, Placement, parameter
+from nanovllm.layers.lora import Delta
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.residual import Added, Output, Residual, as_tensor
 from nanovllm.parallel.mesh import Mesh, Span
@@ -61,6 +62,7 @@ class LatentAttention(Layer):
         self.kv_norm = parameter(sizes.rank)
         self.kv_b = KeysValues(heads.of_width(sizes.key + sizes.value), sizes.rank, ops)
         self.attend = LatentHeads()
+        self.latent_space = LatentHeads()  # for adapters of kv_b
         self.out = AddLinear(heads.of_width(sizes.value), sizes.hidden, mesh, ops)
 
     def bind(self, cache: PagedKV) -> None:
@@ -71,19 +73,24 @@ class LatentAttention(Layer):
         if pages_PSX.dtype == FP8:  # only a part of each row is fp8
             pages_PSX = pages_PSX.view(torch.uint8)
         self.attend.cache = Latents(pages_PSX, key_HAX, value_HAX, self.scale)
+        if self.kv_b.delta is not None:
+            same_XX = torch.eye(self.sizes.rank, dtype=key_HAX.dtype, device=key_HAX.device)
+            same_HXX = same_XX.expand(len(key_HAX), -1, -1)
+            self.latent_space.cache = Latents(pages_PSX, same_HXX, same_HXX, self.scale)
 
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
         """Return the residual stream plus the block's result. May overwrite its input."""
         batch, cache = ctx.batch, self.attend.cache
         products = self.latents or self.qkv
         assert products is not None
-        qkv, stream = products(residual)
+        rows = ctx.adapters
+        qkv, stream = products(residual, rows)
         qkv_TX = unsliced(qkv, stream.stream_TD.dtype)
         q_TX, kv_TX = qkv_TX.tensor_split([-sum(self.sizes[3:6:2])], 1)
         if self.q_b is None or self.q_b.by_rows[len(q_TX)].fused.norm:  # a norm alone takes strides
             q_TX = q_TX.contiguous()
         if self.q_b is not None:
-            q_TX = unsliced(self.q_b(Added(q_TX))[0], q_TX.dtype)
+            q_TX = unsliced(self.q_b(Added(q_TX), rows)[0], q_TX.dtype)
         q_THA = q_TX.unflatten(1, (len(cache.key_HAX), -1))
         q_THA = self.store(
             kv_TX,
@@ -95,11 +102,29 @@ class LatentAttention(Layer):
             slot_mapping_T=batch.slot_mapping_T,
             pages_PSX=cache.pages_PSX,
         )
-        o_TX = ctx.eager(self.attend, ctx, q_THA).flatten(1)
+        if rows is not None and self.kv_b.delta is not None:
+            o_TX = self._adapted(q_THA, ctx, rows, self.kv_b.delta).flatten(1)
+        else:
+            o_TX = ctx.eager(self.attend, ctx, q_THA).flatten(1)
         if self.is_last and not ctx.all_hidden:
             o_TX, stream = batch.sampled(o_TX), Added(batch.sampled(stream.stream_TD))
-        after: Residual = self.out(o_TX, stream)
+        after: Residual = self.out(o_TX, stream, ctx.adapters and ctx.adapted(is_last=self.is_last))
         return after
+
+    def _adapted(
+        self, q_THA: Tensor, ctx: ForwardContext, rows: AdaptedRows, delta: Delta
+    ) -> Tensor:
+        """Return o_THA with adapters of kv_b, which change the keys and values of cached latents.
+
+        Attention runs in the latent space, with an identity in place of each head's matrices. The
+        matrices, and the deltas, are applied to queries before and to results after it.
+        """
+        cache, key = self.attend.cache, self.sizes.key
+        q_THX = torch.einsum("tha,hax->thx", q_THA[..., :key], cache.key_HAX)
+        q_THX = q_THX + delta.absorbed_query(q_THA[..., :key], rows)
+        o_THX = ctx.eager(self.latent_space, ctx, torch.cat((q_THX, q_THA[..., key:]), 2))
+        o_THA = torch.einsum("thx,hax->tha", o_THX, cache.value_HAX)
+        return delta.value(o_THX, o_THA, rows)
 
     def jobs(self, recipe: Recipe) -> list[Job]:
         """Return the kernels that attention needs compiled."""

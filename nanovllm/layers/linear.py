@@ -13,6 +13,8 @@ import torch
 from nanovllm_kernels.fp8_reference import Quantised, Scaled, Weight
 from torch import Tensor, nn
 
+from nanovllm.attention.base import AdaptedRows
+from nanovllm.layers.lora import Delta
 from nanovllm.layers.ops import Ops, norm_quantised
 from nanovllm.layers.products import Fusion, Implementation, Norm, RowTable
 from nanovllm.layers.residual import Added, Parted, Pending, Residual
@@ -62,8 +64,11 @@ def with_pending_sum(y_TD: Tensor, residual: Added, mesh: Mesh) -> Residual:
 class Linear(Layer):
     """Product y = x W^T: a weight [N, D], and the table of its implementations by rows.
 
-    Subclasses fuse operations before and after, with their own tables.
+    Subclasses fuse operations before and after, with their own tables. `delta` is what adapters add
+    to the product, or None if no adapter changes it.
     """
+
+    delta: Delta | None = None
 
     def __init__(self, out_features: int, in_features: int, placement: Placement, ops: Ops) -> None:
         super().__init__()
@@ -89,6 +94,12 @@ class Linear(Layer):
         num_rows = len(x.values_XD if isinstance(x, Quantised) else x)
         y_TN: Tensor = self.by_rows[num_rows].run(x, self.operand)
         return y_TN
+
+    def adapted_product(self, x_TD: Tensor, rows: AdaptedRows) -> Tensor:
+        """Return y_TN with the deltas of adapters. No other operation is fused with it."""
+        unfused = self.ops.by_rows(self.operand, Fusion())[len(x_TD)]
+        y_TN: Tensor = unfused.run(x_TD, self.operand)
+        return y_TN if self.delta is None else self.delta.add(x_TD, y_TN, rows)
 
 
 class NormLinear(Linear):
@@ -121,11 +132,13 @@ class NormLinear(Linear):
         self.by_rows = self.ops.by_rows(self.operand, alone._replace(norm=True))
         self.by_rows_pending = self.ops.by_rows(self.operand, alone)
 
-    def forward(self, residual: Residual) -> tuple[Any, Added]:
+    def forward(self, residual: Residual, rows: AdaptedRows | None = None) -> tuple[Any, Added]:
         """Return y, and the stream with all products added. May overwrite its input.
 
-        y is an Output, or Quantised rows for the next product.
+        y is an Output, or Quantised rows for the next product. `rows`: add the deltas of adapters.
         """
+        if rows is not None:
+            return self._adapted(residual, rows)
         num_rows, norm = len(residual.stream_TD), Norm(self.norm_weight, self.eps)
         chosen = self.by_rows[num_rows]
         if isinstance(residual, Parted) and chosen.fused.norm:
@@ -140,6 +153,11 @@ class NormLinear(Linear):
         if self.gated and not chosen.fused.gate:
             y = self.ops.silu_mul(y)
         return y, residual
+
+    def _adapted(self, residual: Residual, rows: AdaptedRows) -> tuple[Tensor, Added]:
+        x_TD, stream = self.ops.norm(residual, self.norm_weight, self.eps)
+        y_TN = self.adapted_product(x_TD, rows)
+        return self.ops.silu_mul(y_TN) if self.gated else y_TN, stream
 
     def _normed(
         self, residual: Residual, norm: Norm, chosen: Implementation
@@ -162,12 +180,21 @@ class AddLinear(Linear):
         is_whole = self.mesh.tp_size == 1
         self.by_rows = self.ops.by_rows(self.operand, Fusion(residual=is_whole, sliced=is_whole))
 
-    def forward(self, x: Tensor | Quantised, residual: Added) -> Residual:
-        """Return the stream with the product added or pending. May overwrite the stream."""
+    def forward(
+        self, x: Tensor | Quantised, residual: Added, rows: AdaptedRows | None = None
+    ) -> Residual:
+        """Return the stream with the product added or pending. May overwrite the stream.
+
+        `rows`: add the deltas of adapters. Each rank adds its part before the sum over ranks.
+        """
         chosen = self.by_rows[len(residual.stream_TD)]
-        if chosen.fused.residual:
+        if rows is not None:
+            assert isinstance(x, Tensor)
+            y: Any = self.adapted_product(x, rows)
+        elif chosen.fused.residual:
             return Added(chosen.run(x, self.operand, residual_TN=residual.stream_TD))
-        y = chosen.run(x, self.operand)
+        else:
+            y = chosen.run(x, self.operand)
         if self.mesh.tp_size > 1:
             return with_pending_sum(y, residual, self.mesh)
         return Pending(residual.stream_TD, y)

@@ -10,19 +10,30 @@ from nanovllm.parallel.mesh import Mesh
 
 
 class MLP(Layer):
+    """MLP block. `is_last`: only sampled tokens arrive, since no attention follows."""
+
     def __init__(
-        self, hidden_size: int, intermediate_size: int, eps: float, mesh: Mesh, ops: Ops
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        eps: float,
+        mesh: Mesh,
+        ops: Ops,
+        *,
+        is_last: bool = False,
     ) -> None:
         super().__init__()
+        self.is_last = is_last
         inner = mesh.span("intermediate_size", intermediate_size)
         self.gate_up = NormLinear(hidden_size, eps, {"gate": inner, "up": inner}, ops, gated=True)
         self.down = AddLinear(inner, hidden_size, mesh, ops)
         self.inner = inner.count
 
-    def forward(self, residual: Residual, _: ForwardContext) -> Residual:
+    def forward(self, residual: Residual, ctx: ForwardContext) -> Residual:
         """Return the residual stream plus the block's result. May overwrite its input."""
-        y_TF, stream = self.gate_up(residual)
-        after: Residual = self.down(y_TF, stream)
+        rows = ctx.adapters and ctx.adapted(is_last=self.is_last)
+        y_TF, stream = self.gate_up(residual, rows)
+        after: Residual = self.down(y_TF, stream, rows)
         return after
 
     def elements(self, pending: int, *, fuses_gate: bool) -> int:

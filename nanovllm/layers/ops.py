@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from nanovllm_kernels.adapters.reference import add_deltas
 from nanovllm_kernels.attention.latent_reference import latent_store
 from nanovllm_kernels.fp8_reference import Quantised, Scaled, Weight
 from torch import Tensor
@@ -54,6 +55,8 @@ class Ops:
         The kernels of routed experts: layers/expert_products.py.
     delta
         The kernels of the gated delta rule: attention/delta_kernels.py.
+    add_deltas
+        The deltas of LoRA adapters: nanovllm_kernels.adapters.reference.add_deltas.
     products
         The products of rows with weights: layers/products.py.
     """
@@ -66,6 +69,7 @@ class Ops:
     latent_store: Callable[..., Tensor] = latent_store
     experts: ExpertKernels = TORCH
     delta: DeltaKernels = delta_kernels.TORCH
+    add_deltas: Callable[..., None] = add_deltas
     multiply: Multiply = F.linear  # products without a kernel: run(x_TD, weight_ND) -> y_TN
     products: tuple[ProductKernel, ...] = LIBRARY  # for every weight, in order of preference
     invariant: bool = False  # no result of a row depends on the other rows

@@ -140,6 +140,7 @@ class Block(Layer):
             eps=config.rms_norm_eps,
             mesh=mesh,
             ops=ops,
+            is_last=layer + 1 == config.num_hidden_layers,
         )
 
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:

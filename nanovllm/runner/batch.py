@@ -127,6 +127,7 @@ class StepRows:
     max_length: int
     chunks: Sequence[Chunk] = ()
     proposes: bool = True  # as in plan.StepPlan
+    adapted: bool = False  # a row of the step has an adapter
 
     @property
     def is_decode(self) -> bool:

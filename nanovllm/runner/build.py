@@ -26,6 +26,7 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.models.weights import fill
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.parallel.places import num_ranks
+from nanovllm.runner.adapters import AdapterBank
 from nanovllm.runner.batch import BatchPrep, Slots, StepRows, decode_rows
 from nanovllm.runner.caches import make_caches, states_of
 from nanovllm.runner.disk import disk_of
@@ -67,7 +68,8 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
         check_states(model, found.dtype)
     loaded = time.perf_counter()
     log.info("sizing the cache, which compiles what the largest steps need")
-    runner, recipe = with_caches(found, model, draft_model)
+    adapters = adapters_of(found.recipe, model)
+    runner, recipe = with_caches(found, model, draft_model, adapters)
     add_tiers(runner, config, found)
     sized = time.perf_counter()
     own = found.model_config.max_position_embeddings
@@ -156,8 +158,25 @@ def prep_and_sampler(found: Resolved, max_tokens: int) -> tuple[BatchPrep, Sampl
     return BatchPrep(slots, recipe.kernels.batch_prep), sampler
 
 
+def adapters_of(recipe: Recipe, model: Decoder) -> AdapterBank | None:
+    """Return the recipe's adapters on the device, or None if it has none."""
+    if recipe.adapters is None:
+        return None
+    bank = AdapterBank(recipe.adapters, model, int(recipe.schedule.slots))
+    log.info(
+        "adapters: %s; %d ranks of %.3f MB on the device",
+        ", ".join(recipe.adapters.names) or "none yet",
+        len(bank.ranks_RX),
+        bank.ranks_RX[0].nbytes / 1e6,
+    )
+    return bank
+
+
 def with_caches(
-    found: Resolved, model: Decoder, draft_model: DraftModel | None = None
+    found: Resolved,
+    model: Decoder,
+    draft_model: DraftModel | None = None,
+    adapters: AdapterBank | None = None,
 ) -> tuple[Runner, Recipe]:
     """Return a runner with the number of pages that fit, and the recipe with that number."""
     recipe, device, page_tokens = found.recipe, found.device, found.page_tokens
@@ -184,6 +203,7 @@ def with_caches(
             drafter=drafter_of_model(found, sampler, draft_model, most),
             states=states,
             draft_model=draft_model,
+            adapters=adapters,
         )
 
     def full_step() -> None:
@@ -320,9 +340,18 @@ def capture(runner: Runner, recipe: Recipe) -> None:
     decode = [runner.graphs, runner.draws]
     if runner.draft_model is not None:
         decode.append(runner.quiet_draws)
-    num_graphs = len(decode) * len(sizes) + len(piecewise)
+    mixed = [runner.piecewise]
+    if runner.adapters is not None and not runner.adapters.has_experts:
+        decode += (
+            runner.graph_sets[True].steps,
+            runner.graph_sets[True].draws,
+            runner.graph_sets[True].quiet_draws,
+        )[: len(decode)]
+        mixed.append(runner.graph_sets[True].piecewise)
+    num_graphs = len(decode) * len(sizes) + len(mixed) * len(piecewise)
     progress = Progress(log, "capturing", num_graphs, "CUDA graphs")
     for graphs in decode:
         graphs.capture(sizes, int(recipe.server.max_model_tokens), progress.advance)
-    runner.piecewise.capture(piecewise, progress.advance)
+    for pieces in mixed:
+        pieces.capture(piecewise, progress.advance)
     progress.finish()

@@ -6,7 +6,7 @@ Implements engine.executor.Executor. All work is enqueued on one stream, in the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from nanovllm.experts import ExpertLoad
 from nanovllm.kv.tiers import Below
 from nanovllm.models.decoder import Decoder
 from nanovllm.plan import Masks, Moved, Moves, StepPlan, mode_key
+from nanovllm.runner.adapters import AdapterBank
 from nanovllm.runner.batch import BatchPrep, RowBuilder, StepRows
 from nanovllm.runner.caches import Caches, NoStates, States
 from nanovllm.runner.expert_load import ExpertCounter
@@ -54,6 +55,16 @@ class Written(NamedTuple):
     drafts_RX: Tensor | None
 
 
+class GraphSet(NamedTuple):
+    """CUDA graphs of all parts of a step."""
+
+    steps: DecodeGraphs
+    draws: DecodeGraphs
+    # The same for steps after which the draft model proposes nothing. Empty without one.
+    quiet_draws: DecodeGraphs
+    piecewise: PiecewiseGraphs
+
+
 class Runner:
     """A model on its device, with the state of its steps: slots, caches, states, graphs."""
 
@@ -67,8 +78,10 @@ class Runner:
         drafter: Drafter | None = None,
         states: States | None = None,
         draft_model: DraftModel | None = None,
+        adapters: AdapterBank | None = None,
     ) -> None:
         """`draft_model` is the one that `drafter` runs, whose layers follow those of `model`."""
+        self.adapters = adapters
         self.drafter = drafter
         self.draft_model = draft_model
         self.num_drafts = drafter.num_drafts if drafter is not None else 0
@@ -92,19 +105,42 @@ class Runner:
         num_slots, width = self.slots.padding, 1 + self.num_drafts
         most_rows = largest_graph(num_slots, width)
         self.builder = RowBuilder(most_rows, num_slots, width, self.device)
-        self.graphs = DecodeGraphs(self.forward, self.builder, share_outputs)
-        self.draws = DecodeGraphs(self.draw_plain, self.builder)
-        # The same for steps after which the draft model proposes nothing. Empty without one.
-        self.quiet_draws = DecodeGraphs(partial(self.draw_plain, proposes=False), self.builder)
-        self.piecewise = PiecewiseGraphs(self.hidden, num_slots * width, self.device)
+        # By whether a row of the step has an adapter.
+        self.graph_sets = {adapted: self._graphs(adapted=adapted) for adapted in (False, True)}
+        self.graphs, self.draws, self.quiet_draws, self.piecewise = self.graph_sets[False]
         self.clock = DeviceClock(self.device)
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
         self.vetting = Vetting(sampler.vocab_size)
 
+    def _graphs(self, *, adapted: bool) -> GraphSet:
+        """Return graphs that are not captured yet, for steps with or without adapters."""
+        most_rows, draw = self.slots.padding * self.builder.width, self.draw_plain
+        return GraphSet(
+            DecodeGraphs(partial(self.forward, adapted=adapted), self.builder, share_outputs),
+            DecodeGraphs(partial(draw, adapted=adapted), self.builder),
+            DecodeGraphs(partial(draw, adapted=adapted, proposes=False), self.builder),
+            PiecewiseGraphs(partial(self.hidden, adapted=adapted), most_rows, self.device),
+        )
+
     def vet(self, request: Generate) -> None:
         """Raise if admission of the request would fail because of its sampling parameters."""
         self.vetting.vet(request)
+
+    def read_adapter(self, number: int, folder: str, done: Callable[[int, str], object]) -> None:
+        """Start to read an adapter. See engine.executor.AdapterStore."""
+        assert self.adapters is not None
+        self.adapters.read(number, folder, done)
+
+    def commit_adapter(self, number: int) -> bool:
+        """Return True if all ranks have read the adapter. Block until then."""
+        assert self.adapters is not None
+        return self.adapters.commit(number)
+
+    def drop_adapters(self, numbers: Sequence[int]) -> None:
+        """Free the host memory of adapters."""
+        assert self.adapters is not None
+        self.adapters.drop(numbers)
 
     def expert_load(self, *, wait: bool) -> ExpertLoad | None:
         """Return the latest load of experts that is available, or with `wait` the present one."""
@@ -135,6 +171,9 @@ class Runner:
         self.slots.apply(plan)
         self.sampler.admit(plan.admits)
         rows = self.builder.rows(plan)
+        if self.adapters is not None:
+            self.adapters.apply(plan)
+            rows = replace(rows, adapted=self.adapters.is_used(plan, self.builder.decode_slots))
         gap = self.clock.begin()
         forwarded, mode = self._run(rows, plan.lane_tokens)
         self.steps_by_mode[mode_key(mode, plan)] += 1
@@ -155,10 +194,11 @@ class Runner:
         if masked and masks is not None and logits_SV is not None:
             self.sampler.apply_mask(logits_SV, rows.samples_of(masked), masks)
         size = len(batch.token_ids_T), rows.width
-        graph = self.graphs.captured.get(size)
+        graphs = self.graph_sets[rows.adapted]
+        graph = graphs.steps.captured.get(size)
         if graph and graph.output is forwarded and self.sampler.plain(rows.host_slots):
             is_quiet = self.draft_model is not None and not rows.proposes
-            draws = self.quiet_draws if is_quiet else self.draws
+            draws = graphs.quiet_draws if is_quiet else graphs.draws
             written: Written = draws.replay(size)
             return start_copy(rows, written.lines_RW, written.drafts_RX)
         num_samples = len(rows.host_slots)
@@ -174,12 +214,15 @@ class Runner:
         written = self._write_back(rows, forwarded, sampled.tokens_S)
         return start_copy(rows, written.lines_RW, written.drafts_RX, sampled.logprobs)
 
-    def draw_plain(self, rows: StepRows, *, proposes: bool = True) -> Written:
+    def draw_plain(
+        self, rows: StepRows, *, proposes: bool = True, adapted: bool = False
+    ) -> Written:
         """After a replayed forward pass, draw by seed and temperature and write the tokens back.
 
         Captured as well, because its launches take the host as long as those of the forward pass.
         """
-        forwarded = self.graphs.captured[rows.num_tokens, rows.width].output
+        graphs = self.graph_sets[adapted].steps
+        forwarded = graphs.captured[rows.num_tokens, rows.width].output
         assert isinstance(forwarded, Forwarded) and forwarded.logits_SV is not None
         batch = forwarded.batch
         tokens_S = self.sampler.draw(forwarded.logits_SV, batch.slots_T, batch.positions_T + 1)
@@ -214,21 +257,22 @@ class Runner:
 
         `lane_tokens` is that of the plan, so that all lanes choose the same mode.
         """
-        num_tokens = max(rows.num_tokens, lane_tokens)
+        num_tokens, graphs = max(rows.num_tokens, lane_tokens), self.graph_sets[rows.adapted]
         if not rows.is_decode:
-            size = self.piecewise.fit(num_tokens)
+            size = graphs.piecewise.fit(num_tokens)
             self.padded_tokens += size - rows.num_tokens if size else 0
             return self.forward(rows, size, lane_tokens), "PIECEWISE" if size else "NONE"
-        fitting = self.graphs.fit(num_tokens, rows.width)
+        fitting = graphs.steps.fit(num_tokens, rows.width)
         if fitting is None:
             return self.forward(rows, lane_tokens=lane_tokens), "NONE"
         self.padded_tokens += fitting[0] - rows.num_tokens
-        return self.graphs.replay(fitting), "FULL"
+        return graphs.steps.replay(fitting), "FULL"
 
     def eager_reason(self, rows: StepRows) -> str | None:
         """Return the reason why a step of these rows replays no graph, or None if it does."""
-        of_width = [tokens for tokens, width in self.graphs.captured if width == rows.width]
-        sizes = of_width if rows.is_decode else list(self.piecewise.captured)
+        graphs = self.graph_sets[rows.adapted]
+        of_width = [tokens for tokens, width in graphs.steps.captured if width == rows.width]
+        sizes = of_width if rows.is_decode else list(graphs.piecewise.captured)
         if not sizes:
             return "no graph was captured"
         if rows.num_tokens > max(sizes):
@@ -236,11 +280,19 @@ class Runner:
             return f"{count} are more than the largest graph's {max(sizes)}"
         return None
 
-    def forward(self, rows: StepRows, size: int = 0, lane_tokens: int = 0) -> Forwarded:
-        """Run the model with the piecewise graphs of this size, or eagerly if it is 0."""
-        batch = self.prep.gather(rows)
+    def forward(
+        self, rows: StepRows, size: int = 0, lane_tokens: int = 0, *, adapted: bool = False
+    ) -> Forwarded:
+        """Run the model with the piecewise graphs of this size, or eagerly if it is 0.
+
+        `adapted`: also for rows that are not known on the host, as in a capture.
+        """
+        batch, adapted = self.prep.gather(rows), adapted or rows.adapted
         ctx = ForwardContext(batch, self.backend.bind(batch), lane_tokens=lane_tokens)
-        hidden_SD, *given = self.piecewise.replay(size, ctx) if size else self.hidden(ctx)
+        if size:
+            hidden_SD, *given = self.graph_sets[rows.adapted].piecewise.replay(size, ctx)
+        else:
+            hidden_SD, *given = self.hidden(ctx, adapted=adapted)
         samples = rows.is_decode or len(rows.host_slots)
         return Forwarded(
             batch=batch,
@@ -250,12 +302,14 @@ class Runner:
             lane_tokens=lane_tokens,
         )
 
-    def hidden(self, ctx: ForwardContext) -> tuple[Tensor, ...]:
+    def hidden(self, ctx: ForwardContext, *, adapted: bool = False) -> tuple[Tensor, ...]:
         """Return hidden_SD, and given_TX for a draft model that takes values of the target.
 
         Tokens that are not sampled are computed after the last layer's attention only if the draft
         model takes the final hidden states, or the stream after the last layer.
         """
+        if adapted and self.adapters is not None:
+            ctx = replace(ctx, adapters=self.adapters.rows(ctx.batch))
         ids_T, drafts = ctx.batch.token_ids_T, self.draft_model
         if drafts is None or not drafts.takes_hidden:
             return (self.model(ids_T, ctx),)

@@ -59,9 +59,11 @@ class Lanes:
     def add(self, spec: Generate, now: float) -> None:
         prompt = array("i")
         prompt.frombytes(spec.prompt)
-        keys = PageKeys(prompt, spec.salt, self.lanes[0].memory.page_tokens)
         costs, (prefill, load) = [], self.weights
         for lane in self.lanes:
+            adapters = lane.queue.adapters
+            adapter_key = adapters.page_key(adapters.resolve(spec.adapter) or 0)
+            keys = PageKeys(prompt, spec.salt, lane.memory.page_tokens, adapter_key)
             known = lane.memory.find(keys).num_cached
             ahead = len(prompt) - max(known, lane.memory.reach(keys)[1])
             costs.append(prefill * ahead + load * len(lane.queue.by_id))
@@ -72,6 +74,22 @@ class Lanes:
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> None:
         for lane in self.lanes:
             lane.abort(request_id, reason)
+
+    def new_adapter(self) -> int:
+        return max([lane.new_adapter() for lane in self.lanes])  # the same in all lanes
+
+    def load_adapter(self, name: str, number: int, rank: int) -> None:
+        for lane in self.lanes:
+            lane.load_adapter(name, number, rank)
+
+    def unload_adapter(self, name: str) -> None:
+        for lane in self.lanes:
+            lane.unload_adapter(name)
+
+    def forget_adapters(self) -> list[int]:
+        used = [request.adapter for lane in self.lanes for request in lane.queue.by_id.values()]
+        _, *others = [lane.forget_adapters(used) for lane in self.lanes]
+        return others[0]  # the same in all lanes
 
     def output(self) -> StepOutput:
         return joined([lane.output() for lane in self.lanes])

@@ -58,6 +58,22 @@ class Planner(Protocol):
         """End a request, unless it has ended."""
         ...
 
+    def new_adapter(self) -> int:
+        """Return the number of the next load of an adapter."""
+        ...
+
+    def load_adapter(self, name: str, number: int, rank: int) -> None:
+        """Let new requests use a load by a name. Earlier requests of the name go on as before."""
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse new requests with the name of an adapter."""
+        ...
+
+    def forget_adapters(self) -> list[int]:
+        """Return the numbers of adapters that no request can use any more, and forget them."""
+        ...
+
     def plan(self) -> StepPlan | LanesPlan | None:
         """Return the next step, or None if there is nothing to do until a result arrives."""
         ...

@@ -12,6 +12,7 @@ from operator import attrgetter
 
 from nanovllm.kv.memory import Found, KVMemory
 from nanovllm.plan import CORRUPTED, Admit, Chunk, Grant, Moved
+from nanovllm.sched.adapters import BASE, AdapterSlots
 from nanovllm.sched.decoding import Decoding
 from nanovllm.sched.policy import LOOKED_AT, ByUrgency, urgency, worth_waiting
 from nanovllm.sched.request import Request, State, arrive
@@ -42,6 +43,7 @@ class Queue:
         self,
         memory: KVMemory,
         decoding: Decoding,
+        adapters: AdapterSlots,
         *,
         num_slots: int,
         max_model_tokens: int,
@@ -51,6 +53,7 @@ class Queue:
     ) -> None:
         self.memory = memory
         self.decoding = decoding
+        self.adapters = adapters
         self.max_model_tokens = max_model_tokens
         self.ageing_s = ageing_s
         self.overtake_steps = overtake_steps
@@ -62,6 +65,7 @@ class Queue:
         self._arrived = ByUrgency()  # those of `arriving` whose transfer has ended
         self.events = StepOutput()  # refusals, starts and finishes after the last output
         self.num_deferred = 0  # requests that wait for a prefix that the latest plan computes
+        self.num_adapterless = 0  # requests that wait for room for their adapter
         self.num_preemptions = self.prompt_tokens = self.cached_tokens = 0
         self._arrivals = 0
         self._free_slots = list(range(num_slots))[::-1]
@@ -83,8 +87,20 @@ class Queue:
     def add(self, spec: Generate, now: float) -> None:
         """Queue a request that arrived at `now` (seconds), or refuse it."""
         order = urgency(spec.priority, now, self._arrivals, self.ageing_s)
-        request = arrive(spec, now, order, self.memory.page_tokens)
+        adapter = self.adapters.resolve(spec.adapter)
+        request = arrive(
+            spec,
+            now,
+            order,
+            page_tokens=self.memory.page_tokens,
+            adapter=adapter or BASE,
+            adapter_key=self.adapters.page_key(adapter or BASE),
+        )
         self._arrivals += 1
+        if adapter is None:
+            reason = f"the adapter {spec.adapter!r} is not loaded"
+            self.events.refused.append(Refusal(request.id, RefusalKind.INVALID, reason))
+            return
         if (refusal := self._refuse(request)) is not None:
             self.events.refused.append(Refusal(request.id, *refusal))
             return
@@ -118,20 +134,29 @@ class Queue:
     def _admit_waiting(self, plan: OpenPlan) -> None:
         """Admit requests in order of urgency while tokens, slots and pages last.
 
-        Three kinds of requests are skipped. One should wait a step for a prefix that is being
+        Four kinds of requests are skipped. One should wait a step for a prefix that is being
         computed; its slot and pages are kept free. Another waits for a transfer of its prefix that
         another request has started. The third lacks pages; it can be overtaken in `overtake_steps`
-        steps at most.
+        steps at most. The fourth lacks room for its adapter. After the same number of steps, only
+        requests without an adapter can overtake it.
         """
         no_pages: list[Request] = []
-        num_overtaken = at = kept_pages = 0
-        while plan.budget > 0 and at < min(len(self.waiting), LOOKED_AT):
+        self.num_adapterless = num_overtaken = at = kept_pages = 0
+        is_adapter_due = False
+        while plan.budget > 0 and at < min(len(self.waiting), LOOKED_AT + self.num_adapterless):
             if len(self._free_slots) <= self.num_deferred:
                 break
             request = self.waiting[at]
             if request.num_in_flight:
                 break  # preempted, and a result for it is still in flight
             if self.memory.has_tiers and self._awaits(request):
+                at += 1
+            elif request.adapter != BASE and (
+                is_adapter_due or not self.adapters.has_room_for(request.adapter)
+            ):
+                is_adapter_due |= request.num_overtaken >= self.overtake_steps
+                self.num_adapterless += 1
+                no_pages.append(request)
                 at += 1
             elif (num_pages := self._defer(request, plan)) is not None:
                 self.num_deferred += 1
@@ -179,6 +204,7 @@ class Queue:
         request.prefill_until = len(request.tokens)
         request.num_cached = known.num_cached
         request.num_overtaken = 0
+        self.adapters.take(request.adapter)
         self.waiting.remove(request)
         self.decoding.begin(request, len(known.pages))
         if known.ticket:
@@ -209,6 +235,7 @@ class Queue:
             sampling=request.spec.sampling,
             stop_ids=request.spec.stop_ids,
             restore_from=known.checkpoint,
+            adapter=self.adapters.slot(request.adapter),
         )
         plan.admits.append(admit)
         if known.source:
@@ -314,6 +341,7 @@ class Queue:
         elif self.arriving.pop(request.id, None) is not None and request in self._arrived:
             self._arrived.remove(request)
         self.decoding.leave(request)
+        self.adapters.give(request.adapter)
         self._free_slots.append(request.slot)
         request.slot = -1
         request.state = state
@@ -364,6 +392,7 @@ class Queue:
     def check(self) -> None:
         self.memory.check()
         running = self.running
+        self.adapters.check(request.adapter for request in running)
         slots = [r.slot for r in running]
         assert len(set(slots)) == len(slots) and not set(slots) & set(self._free_slots)
         assert len(slots) + len(self._free_slots) == len(self.decoding.planned), "a slot is lost"

@@ -43,13 +43,23 @@ class Request:
     was_started: bool = False
     may_load: bool = True  # False after a failed transfer, until it is preempted
     awaited: int = 0  # ticket of another request's transfer that it waited for; 0 = none
+    adapter: int = 0  # number of its adapter's load; 0 = none
 
     @property
     def id(self) -> int:
         return self.spec.request_id
 
 
-def arrive(spec: Generate, now: float, urgency: tuple[float, int], page_tokens: int) -> Request:
+def arrive(
+    spec: Generate,
+    now: float,
+    urgency: tuple[float, int],
+    page_tokens: int,
+    *,
+    adapter: int = 0,
+    adapter_key: int = 0,
+) -> Request:
+    """Return a new request. `adapter_key`: the number of its adapter in keys of pages."""
     tokens = array("i")
     tokens.frombytes(spec.prompt)
     return Request(
@@ -57,8 +67,9 @@ def arrive(spec: Generate, now: float, urgency: tuple[float, int], page_tokens: 
         came_s=now,
         urgency=urgency,
         tokens=tokens,
-        keys=PageKeys(tokens, spec.salt, page_tokens),
+        keys=PageKeys(tokens, spec.salt, page_tokens, adapter_key),
         num_prompt=len(tokens),
         limit=len(tokens) + spec.max_new,
         stop_ids=frozenset(spec.stop_ids),
+        adapter=adapter,
     )

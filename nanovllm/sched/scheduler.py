@@ -52,12 +52,14 @@ sampled tokens.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
+from nanovllm.adapters.section import Adapters
 from nanovllm.kv.memory import KVMemory
 from nanovllm.look import Admitted
 from nanovllm.plan import (
@@ -70,6 +72,7 @@ from nanovllm.plan import (
     StepPlan,
     StepResult,
 )
+from nanovllm.sched.adapters import adapter_slots
 from nanovllm.sched.decoding import Decoding, Flight, Rows, rows_of
 from nanovllm.sched.planner import Snapshot
 from nanovllm.sched.policy import MIN_SAVED_TOKENS, prompt_budget
@@ -111,6 +114,7 @@ class Scheduler:
         ageing_s: float = 1.0,
         overtake_steps: int = 64,
         min_saved_tokens: int = MIN_SAVED_TOKENS,
+        adapters: Adapters | None = None,
     ) -> None:
         self.memory = memory
         self.has_tiers = memory.has_tiers
@@ -123,6 +127,7 @@ class Scheduler:
         self.queue = Queue(
             memory,
             self._decoding,
+            adapter_slots(adapters),
             num_slots=num_slots,
             max_model_tokens=max_model_tokens,
             ageing_s=ageing_s,
@@ -150,6 +155,23 @@ class Scheduler:
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> None:
         if (request := self.queue.by_id.get(request_id)) is not None:  # else it has finished
             self.queue.retire(request, reason)
+
+    def new_adapter(self) -> int:
+        return self.queue.adapters.new_number()
+
+    def load_adapter(self, name: str, number: int, rank: int) -> None:
+        self.queue.adapters.load(name, number, rank)
+
+    def unload_adapter(self, name: str) -> None:
+        self.queue.adapters.unload(name)
+
+    def forget_adapters(self, in_use: Iterable[int] = ()) -> list[int]:
+        """Forget adapters without a name and without a request, and return their numbers.
+
+        `in_use` are further numbers to keep.
+        """
+        own = (request.adapter for request in self.queue.by_id.values())
+        return self.queue.adapters.forget([*own, *in_use])
 
     def output(self) -> StepOutput:
         """Return refusals, starts and finishes after the last output."""
@@ -192,7 +214,13 @@ class Scheduler:
     def stats(self) -> Stats:
         queue = self.queue
         deferred = min(queue.num_deferred, len(queue.waiting))
-        reasons = {"capacity": len(queue.waiting) - deferred, "shared_prompt": deferred}
+        num_adapterless = min(queue.num_adapterless, len(queue.waiting) - deferred)
+        reasons = {
+            "capacity": len(queue.waiting) - deferred - num_adapterless,
+            "shared_prompt": deferred,
+        }
+        if queue.adapters.by_name:
+            reasons["adapter"] = num_adapterless
         return Stats(
             num_running=queue.num_running,
             num_waiting=self.num_waiting,
@@ -212,7 +240,17 @@ class Scheduler:
             accepted_tokens=sum(self._drafting.accepted_by_position),
             accepted_by_position=self._drafting.accepted_by_position,
             tiers=self.memory.tier_stats(len(queue.arriving)),
+            adapter_slots=queue.adapters.num_slots,
+            adapters=self._adapter_requests() if queue.adapters.by_name else {},
         )
+
+    def _adapter_requests(self) -> dict[str, dict[str, int]]:
+        """Return the number of running and of waiting requests, by adapter."""
+        requests, count = list(self.queue.by_id.values()), self.queue.adapters.counts
+        return {
+            "running": count(r.spec.adapter for r in requests if r.slot >= 0),
+            "waiting": count(r.spec.adapter for r in requests if r.slot < 0),
+        }
 
     # -- planning ---------------------------------------------------------------------------
 
@@ -242,6 +280,7 @@ class Scheduler:
             copies=plan.copies,
             drafts=b"" if drafts_R is None else drafts_R.tobytes(),
             proposes=self._drafting.plan_proposals(self._step, rows.slots),
+            adapters=self.queue.adapters.taken_loads(),
         )
 
     def moves(self) -> Moves | None:

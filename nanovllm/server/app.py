@@ -22,6 +22,7 @@ from nanovllm import __version__
 from nanovllm.config import Server as ServerConfig
 from nanovllm.log import fields
 from nanovllm.server.access import Access
+from nanovllm.server.adapters import LOAD, MAX_BYTES, UNLOAD, RuntimeAdapters
 from nanovllm.server.asgi import (
     JSON,
     ClientLeftError,
@@ -49,6 +50,7 @@ from nanovllm.server.template import Prompt
 log = logging.getLogger("server")
 CHAT = "/v1/chat/completions"
 MODELS = "/v1/models"
+TEXT = b"text/plain; charset=utf-8"
 METRICS = "/metrics"
 PROBES = ("/health", "/ready")  # monitoring systems have no key
 READING = ("GET", "HEAD")
@@ -68,8 +70,14 @@ class App:
         threads: Executor,
         large: LargeBodies,
         access: Access,
+        adapters: RuntimeAdapters | None = None,
     ) -> None:
-        """`threads` renders and tokenises prompts of small bodies; `large` handles large bodies."""
+        """`threads` renders and tokenises prompts of small bodies; `large` handles large bodies.
+
+        Without `adapters`, they cannot be changed.
+        """
+        self._adapters = adapters
+        self._posts = (CHAT,) if adapters is None else (CHAT, LOAD, UNLOAD)
         self.access = access
         self.refusals = RefusalLog()
         self.is_draining = False  # new requests are refused, and /health answers 503
@@ -134,7 +142,11 @@ class App:
         path: str = scope["path"]
         if path.startswith(f"{MODELS}/"):
             return MODELS
-        return path if path == CHAT or path in self._answers or path in self._looks else OTHER_PATH
+        return (
+            path
+            if path in self._posts or path in self._answers or path in self._looks
+            else OTHER_PATH
+        )
 
     async def _answer(
         self, scope: Scope, receive: Receive, writer: Writer, request_id: str
@@ -146,9 +158,9 @@ class App:
             self._authorise(scope)
         if path.startswith(f"{MODELS}/"):
             answer = partial(self._model, path.removeprefix(f"{MODELS}/"))
-        if path != CHAT and answer is None and look is None:
+        if path not in self._posts and answer is None and look is None:
             raise ApiError(404, f"{path[:200]} does not exist", code="not_found")
-        methods = ("POST",) if path == CHAT else READING
+        methods = ("POST",) if path in self._posts else READING
         if scope["method"] not in methods:
             text = f"{path[:200]} accepts {methods[0]}, not {scope['method'][:20]}"
             allow = [(b"allow", ", ".join(methods).encode())]
@@ -157,8 +169,16 @@ class App:
             await look(scope, writer)
         elif answer is not None:
             writer.respond(200, *answer(), [(b"x-request-id", request_id.encode())])
-        else:
+        elif path == CHAT:
             await self._chat(scope, receive, writer, request_id)
+        else:
+            await self._change(scope, receive, writer)
+
+    async def _change(self, scope: Scope, receive: Receive, writer: Writer) -> None:
+        """Load or unload an adapter."""
+        assert self._adapters is not None
+        body = await read_body(scope, receive, MAX_BYTES, lambda _: None)
+        writer.respond(200, TEXT, await self._adapters.answer(scope["path"], body), [])
 
     def _authorise(self, scope: Scope) -> None:
         if self._key is None:
@@ -199,7 +219,7 @@ class App:
         finally:
             self._preparing.discard(task)
         request_id = request.request_id or request_id
-        route = self._engines.route(request, prompt)
+        route = self._engines.route(request, prompt, self._served.adapter_of(request))
         stream = Stream(
             request,
             prompt,
@@ -248,15 +268,21 @@ class App:
         return request, prompt
 
     def _models(self) -> tuple[bytes, bytes]:
-        cards = [self._card(name) for name in self._served.names]
+        cards = [self._card(name) for name in (*self._served.names, *self._served.adapters)]
         return JSON, msgspec.json.encode({"data": cards, "object": "list"})
 
     def _model(self, name: str) -> tuple[bytes, bytes]:
-        if name not in self._served.names and name not in self._served.paths:
-            raise unknown_model(name, self._served.names)
+        names = [*self._served.names, *self._served.adapters]
+        if name not in names and name not in self._served.paths:
+            raise unknown_model(name, names)
         return JSON, msgspec.json.encode(self._card(name))
 
     def _card(self, name: str) -> dict[str, object]:
+        """Return the entry of a model or an adapter, whose root is the name of its folder."""
+        if name in self._served.adapters:
+            folder = self._served.adapters[name]
+            parent: dict[str, object] = {"root": folder, "parent": self._served.names[0]}
+            return {**self._card(self._served.names[0]), "id": name, "max_model_len": None} | parent
         return {
             "id": name,
             "root": self._served.names[0],

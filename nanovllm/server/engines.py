@@ -21,7 +21,7 @@ from nanovllm.server.metrics import Metrics, Seen
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.router import RequestRouter, Routed
 from nanovllm.server.template import Prompt
-from nanovllm.wire import Ready
+from nanovllm.wire import LoadAdapter, Ready
 
 log = logging.getLogger("server")
 RETRY_S = 0.2
@@ -67,6 +67,7 @@ class Engines:
         """`stall_s` limits silence, and how much longer than any earlier step a step may take."""
         self.clients = list(clients)
         self.metrics = [Metrics() for _ in clients]
+        self.adapters: dict[str, str] = {}  # which an engine that restarts must load
         self._stall_s = stall_s
         self._route = Route(self.clients[0], self.metrics[0])
 
@@ -90,7 +91,7 @@ class Engines:
         readies = [client.ready for client in self.clients]
         return replace(readies[0], max_model_tokens=min(r.max_model_tokens for r in readies))
 
-    def route(self, request: ChatRequest, prompt: Prompt) -> Route:
+    def route(self, request: ChatRequest, prompt: Prompt, adapter: str = "") -> Route:
         """Return the engine for a request. The caller reports `sent` and `done` to it."""
         return self._route
 
@@ -170,7 +171,7 @@ class Replicas(Engines):
                 made[0].lost(at)
         return made[0]
 
-    def route(self, request: ChatRequest, prompt: Prompt) -> Route:
+    def route(self, request: ChatRequest, prompt: Prompt, adapter: str = "") -> Route:
         loads: list[float | None] = [
             None if problem_of(client, self._stall_s) else self._load(at)
             for at, client in enumerate(self.clients)
@@ -184,7 +185,9 @@ class Replicas(Engines):
             return Route(self.clients[0], self.metrics[0])  # all are lost or stalled
         salt = request.cache_salt or ""
         owner = salt or request.user or ""
-        routed = self._router.route(prompt.ids, salt, owner, loads)
+        routed = self._router.route(
+            prompt.ids, salt=salt, owner=owner, loads=loads, adapter=adapter
+        )
         at = routed.engine
         return ChosenRoute(self.clients[at], self.metrics[at], self._router, routed)
 
@@ -222,6 +225,9 @@ class Replicas(Engines):
                 again = EngineClient.connect(self._paths[at], partial(self.lost, at))
                 connecting = asyncio.ensure_future(again)
                 continue
+            for name, folder in self.adapters.items():
+                if name not in client.ready.adapters:
+                    await client.change(LoadAdapter(client.new_id(), name, folder))
             self.clients[at] = client
             log.info("reconnected to engine %d %s", at, fields(worker=client.ready.worker))
             return

@@ -103,6 +103,10 @@ class LargeBodies:
         self._numbers = itertools.count()
         self._is_busy = False
 
+    def name(self, adapters: dict[str, str]) -> None:
+        """Accept these adapters as models. Later changes of the dict apply, too."""
+        self._worker.adapters = adapters
+
     def __enter__(self) -> LargeBodies:
         return self
 
@@ -153,12 +157,14 @@ class _Worker:
 
     def __init__(self, config: Config, ready: Ready) -> None:
         self._given = config, ready
+        self.adapters = ready.adapters  # those that may be named; changes while the server runs
         self._running: tuple[BaseProcess, Pipe] | None = None
 
     def prepare(self, body: bytes) -> Prepared:
         """Return the request and its prompt. Block until then. Raise ApiError."""
         try:
             pipe = self._pipe()
+            pipe.send_bytes(msgspec.json.encode(self.adapters))
             pipe.send_bytes(body)
             if not pipe.poll(MAX_S):
                 self.kill()
@@ -205,6 +211,7 @@ def work(pipe: Pipe, config: Config, ready: Ready) -> None:
     with contextlib.suppress(EOFError, OSError):
         pipe.send_bytes(b"ready")
         while True:
+            served.adapters = msgspec.json.decode(pipe.recv_bytes())
             pipe.send_bytes(answered(pipe.recv_bytes(), served))
 
 

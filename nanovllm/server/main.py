@@ -28,6 +28,7 @@ from nanovllm.config import Config, Server as ServerConfig
 from nanovllm.log import fields
 from nanovllm.own_process import set_limit
 from nanovllm.server.access import Access
+from nanovllm.server.adapters import RuntimeAdapters
 from nanovllm.server.app import App
 from nanovllm.server.connection import Connection
 from nanovllm.server.cors import Cors
@@ -66,8 +67,7 @@ def run(
 
     async def serve() -> None:
         engines = await Engines.connect(engine_paths, config.recipe, first_life)
-        loop = asyncio.get_running_loop()
-        hear(lambda *lost: loop.call_soon_threadsafe(engines.end, *lost))
+        hear(partial(cast(Any, asyncio.get_running_loop()).call_soon_threadsafe, engines.end))
         sys.setswitchinterval(SWITCH_S)
         served = Served(config, engines.ready)
         counts = HttpCounts()
@@ -94,6 +94,7 @@ def run(
                 metrics=metrics,
                 threads=threads,
                 large=large,
+                adapters=runtime_adapters(config, engines, served, large),
                 access=Access(settings, bound=sock.getsockname()[0]),
             )
             gc.collect()
@@ -107,6 +108,21 @@ def run(
     _raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
+
+
+def runtime_adapters(
+    config: Config, engines: Engines, served: Served, large: LargeBodies
+) -> RuntimeAdapters | None:
+    """Return the changes of adapters, or None if the recipe does not allow them.
+
+    The adapters of `served`, which change, are also those of engines and large bodies.
+    """
+    large.name(served.adapters)
+    engines.adapters = served.adapters
+    asked = config.recipe.adapters
+    if asked is None or not asked.runtime:
+        return None
+    return RuntimeAdapters(asked, engines, served)
 
 
 def _raise_file_limit() -> None:

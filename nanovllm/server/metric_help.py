@@ -33,6 +33,8 @@ HELP = {
     "vllm:spec_decode_num_draft_tokens_total": "Draft tokens verified by the model.",
     "vllm:spec_decode_num_accepted_tokens_total": "Draft tokens accepted.",
     "vllm:spec_decode_num_accepted_tokens_per_pos_total": "Draft tokens accepted, by position.",
+    "nanovllm:adapter_requests": "Unfinished requests, by adapter and state.",
+    "vllm:lora_requests_info": "Time, with the adapters of unfinished requests as labels.",
     "nanovllm:engine_up": "1 if this API process is connected to the engine, else 0.",
     "nanovllm:expert_tokens_total": "Tokens routed to the experts of a rank.",
     "nanovllm:expert_imbalance": "Maximum tokens of an expert or a rank, over the mean.",

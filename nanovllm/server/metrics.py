@@ -9,6 +9,7 @@ processes.
 from __future__ import annotations
 
 import json
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.
 TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 TIER_EVENTS = ("stored", "loaded", "dropped", "evicted", "failed", "declined")
 CHOICES = (1, 2, 5, 10, 20)
+MOST_NAMES = 32  # adapters in one label
 OTHER_PATH = "other"  # label of paths without a route and of malformed requests
 Sample = tuple[str, str, float]  # suffix of the metric's name, further labels, value
 Samples = dict[str, dict[str, float]]  # by the metric's name, then by suffix and labels
@@ -188,6 +190,7 @@ def _engine(page: _Page, engine: Seen, stats: Stats) -> None:
     _steps(page, stats)
     if stats.accepted_by_position:
         _drafts(page, stats)
+    _adapters(page, stats)
     if (load := stats.experts) is not None:
         page.add("nanovllm:expert_tokens_total", _by("rank", load.by_rank))
         page.add("nanovllm:expert_imbalance", _by("layer/among", load.imbalance))
@@ -285,6 +288,23 @@ def _drafts(page: _Page, stats: Stats) -> None:
     page.add("vllm:spec_decode_num_accepted_tokens_total", stats.accepted_tokens)
     positions = {str(at): count for at, count in enumerate(stats.accepted_by_position)}
     page.add("vllm:spec_decode_num_accepted_tokens_per_pos_total", _by("position", positions))
+
+
+def _adapters(page: _Page, stats: Stats) -> None:
+    """Add the requests by adapter. The value of vllm:lora_requests_info is the time.
+
+    Its labels are lists of names, cut to MOST_NAMES.
+    """
+    if not stats.adapter_slots:
+        return
+    labels = f",max_lora={quoted(str(stats.adapter_slots))}"
+    for state in ("running", "waiting"):
+        counts = stats.adapters.get(state, {})
+        names = sorted(name for name, count in counts.items() if count)
+        labels += f",{state}_lora_adapters={quoted(','.join(names[:MOST_NAMES]))}"
+        by_name = {f"{name}/{state}": count for name, count in counts.items()}
+        page.add("nanovllm:adapter_requests", _by("adapter/state", by_name))
+    page.add("vllm:lora_requests_info", [("", labels, time.time())])
 
 
 def _by(labels: str, values: Mapping[str, float]) -> Iterator[Sample]:

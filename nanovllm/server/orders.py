@@ -64,6 +64,7 @@ def generates(
             priority=request.priority or 0,
             salt=request.cache_salt or "",
             grammar=prompt.grammar,
+            adapter=served.adapter_of(request),
         )
         for index, request_id in enumerate(ids)
     ]

@@ -184,11 +184,12 @@ def parse_request(
     allowed: dict[str, Range] = WIDEST,
     other_names: Sequence[str] = (),
     paths: Container[str] = (),
+    adapters: Sequence[str] = (),
 ) -> ChatRequest:
     """Return a request with every field in range. Raise ApiError.
 
-    `allowed` has the ranges of this server. `other_names` and `paths` are aliases of `model`; a
-    refusal lists only the names.
+    `allowed` has the ranges of this server. `other_names` and `paths` are aliases of `model`, and
+    `adapters` are further names; a refusal lists all but the paths.
     """
     try:
         request = _decoder.decode(body)
@@ -203,8 +204,9 @@ def parse_request(
         raise ApiError(400, f"the body is not valid UTF-8: {error}", code="invalid_json") from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
-    if request.model not in (None, model, *other_names) and request.model not in paths:
-        raise unknown_model(str(request.model), [model, *other_names])
+    names = [model, *other_names, *adapters]
+    if request.model not in (None, *names) and request.model not in paths:
+        raise unknown_model(str(request.model), names)
     check_unsupported(request)
     for field, limits in allowed.items():
         if (value := getattr(request, field)) is not None and not limits.holds(value):

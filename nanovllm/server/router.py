@@ -55,14 +55,19 @@ class RequestRouter:
         self._turn = first
 
     def route(
-        self, token_ids: Sequence[int], salt: str, owner: str, loads: Sequence[float | None]
+        self,
+        token_ids: Sequence[int],
+        salt: str,
+        owner: str,
+        loads: Sequence[float | None],
+        adapter: str = "",
     ) -> Routed:
-        """Choose an engine for a prompt.
+        """Choose an engine for a prompt, to be computed with an adapter if one is named.
 
         `loads` has the requests in flight of each engine, None for one that must not be chosen; at
         least one must be a number. Requests of one `owner` stay together if that costs nothing.
         """
-        keys = self._keys(token_ids, salt)
+        keys = self._keys(token_ids, (salt, adapter))
         ahead = self._tokens_ahead(keys, len(token_ids))
         able = [at for at, load in enumerate(loads) if load is not None]
         num_cached = {at: self._num_cached(at, keys) for at in able}
@@ -107,7 +112,7 @@ class RequestRouter:
         """Forget the pages of an engine that restarted with an empty cache."""
         self._cached[engine].clear()
 
-    def _keys(self, token_ids: Sequence[int], salt: str) -> list[int]:
+    def _keys(self, token_ids: Sequence[int], root: tuple[str, str]) -> list[int]:
         """Return keys of the prompt's full pages, except one that holds the last token.
 
         The last token is always computed. Equal keys nearly always mean equal prompts up to that
@@ -115,7 +120,7 @@ class RequestRouter:
         """
         packed = array("i", token_ids).tobytes()
         size = 4 * self._page_tokens
-        key = hash(salt)
+        key = hash(root)
         keys = []
         for begin in range(0, (len(token_ids) - 1) // self._page_tokens * size, size):
             key = hash((key, packed[begin : begin + size]))

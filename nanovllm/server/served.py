@@ -42,6 +42,7 @@ class Served:
         self.name = ready.model
         self.names = list(dict.fromkeys([*config.model_names, self.name]))  # the Hub id first
         self.paths = config.model_paths  # accepted as names, but not listed
+        self.adapters = dict(ready.adapters)  # folders by name; these are further models
         self.created = int(time.time())
         self.max_model_tokens = ready.max_model_tokens
         self.vocab_size = ready.vocab_size
@@ -109,4 +110,9 @@ class Served:
             allowed=self.ranges,
             other_names=self.names[1:],
             paths=self.paths,
+            adapters=list(self.adapters),
         )
+
+    def adapter_of(self, request: ChatRequest) -> str:
+        """Return the name of the adapter that a request names, or an empty string."""
+        return request.model if request.model in self.adapters else ""

@@ -68,14 +68,14 @@ def test_a_digest_follows_the_seed_and_the_sizes_and_not_the_number_of_sessions(
     loads = [msgspec.structs.replace(fitted(SMALL), **change) for change in changed]
     assert len({digest_of(load, WORDING) for load in (*loads, fitted(SMALL))}) == 6
     more = fitted(msgspec.structs.replace(SMALL, sessions=5))
-    ours, theirs = (load.conversations("m", WORDING) for load in (fitted(SMALL), more))
+    ours, theirs = (load.conversations(["m"], WORDING) for load in (fitted(SMALL), more))
     assert theirs[:3] == ours and len(theirs) == 5
 
 
 def test_every_prompt_begins_with_the_previous_one_and_has_its_size() -> None:
     load = fitted(SMALL)
     bodies = {}
-    for conversation in load.conversations("m", WORDING):
+    for conversation in load.conversations(["m"], WORDING):
         plans, before = [*load.planned(conversation.session)], []
         for at, plan in enumerate(plans):
             body = json.loads(conversation.body(at))
@@ -95,7 +95,7 @@ def test_every_prompt_begins_with_the_previous_one_and_has_its_size() -> None:
     del body["messages"], body["max_tokens"]
     assert body == {"model": "m", "temperature": 0.6, "ignore_eos": True, "stream": True,
                     "stream_options": {"include_usage": True}}  # fmt: skip
-    warm = load.warm_up(2).conversations("m", WORDING)
+    warm = load.warm_up(2).conversations(["m"], WORDING)
     assert [len(one.turns) for one in warm] == [1, 1] and warm[0].head != conversation.head
 
 

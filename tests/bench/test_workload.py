@@ -90,7 +90,7 @@ def test_chat_bodies_aim_at_the_lengths() -> None:
         asked.append(num_tokens)
         return " ".join(rng.choices(WORDS, k=num_tokens))
 
-    bodies = [msgspec.json.decode(body) for body in chat_bodies(load, "m", text)]
+    bodies = [msgspec.json.decode(body) for body in chat_bodies(load, ["m"], text)]
     prompts = [body["messages"][0]["content"] for body in bodies]
     assert [len(prompt.split()) for prompt in prompts] == asked
     assert len(set(prompts)) == 400
@@ -111,7 +111,7 @@ def test_chat_bodies_aim_at_the_lengths() -> None:
 
 def test_structured_bodies_ask_for_more_records_than_an_answer_can_hold() -> None:
     load = Workload(num_prompts=2, input_len=20, output_len=4000, concurrency=1, structured=True)
-    body = msgspec.json.decode(chat_bodies(load, "m", WORDING.text)[1])
+    body = msgspec.json.decode(chat_bodies(load, ["m"], WORDING.text)[1])
     asked = body["response_format"]["json_schema"]
     assert body["response_format"]["type"] == "json_schema" and asked["strict"] is True
     shortest = {"id": 0, "name": "", "kind": "pump", "values": [], "in_use": True}
@@ -129,20 +129,20 @@ def test_the_mixed_load_has_lengths_from_100_to_2000() -> None:
     )
     assert load.name == "c64-mixed" and load.warm_up(8).name == "c8-mixed"
     assert lengths(1050, 0.905) == range(100, 2001)
-    bodies = [msgspec.json.decode(body) for body in chat_bodies(load, "m", WORDING.text)]
+    bodies = [msgspec.json.decode(body) for body in chat_bodies(load, ["m"], WORDING.text)]
     inputs = [9 + len(body["messages"][0]["content"].split()) - 1 for body in bodies]
     outputs = [body["max_tokens"] for body in bodies]
     for found in (inputs, outputs):
         assert 100 <= min(found) < 150 and 1950 < max(found) <= 2000
     # The name does not matter: servers with equal token counts get equal prompts.
-    renamed = [msgspec.json.decode(body) for body in chat_bodies(load, "n", WORDING.text)]
+    renamed = [msgspec.json.decode(body) for body in chat_bodies(load, ["n"], WORDING.text)]
     assert [body | {"model": "m"} for body in renamed] == bodies
 
 
 def test_chat_bodies_follow_the_seed() -> None:
     def made(seed: int) -> list[bytes]:
         load = Workload(num_prompts=3, input_len=20, output_len=4, concurrency=1, seed=seed)
-        return chat_bodies(load, "m", WORDING.text)
+        return chat_bodies(load, ["m"], WORDING.text)
 
     assert made(1) == made(1)
     assert made(1) != made(2)
@@ -153,8 +153,8 @@ def test_the_warm_up_of_an_online_load_repeats_none_of_its_prompts() -> None:
     warm = load.warm_up(5)
     assert (warm.num_prompts, warm.concurrency, warm.request_rate) == (5, 5, None)
     assert (warm.input_len, warm.output_len) == (50, 16)
-    prompts = set(chat_bodies(load, "m", WORDING.text))
-    assert not prompts & set(chat_bodies(warm, "m", WORDING.text))
+    prompts = set(chat_bodies(load, ["m"], WORDING.text))
+    assert not prompts & set(chat_bodies(warm, ["m"], WORDING.text))
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
@@ -201,3 +201,13 @@ def test_words_are_words() -> None:
     assert len(words) == 5_000
     assert 150 < len(set(words)) < 250
     assert all(word.isascii() and word.isalpha() for word in words)
+
+
+def test_requests_name_adapters_in_turn_and_keep_their_texts() -> None:
+    load = Workload(num_prompts=5, input_len=40, output_len=8, concurrency=2, adapters=2)
+    named = chat_bodies(load, ["a", "b"], WORDING.text)
+    bodies = [msgspec.json.decode(body) for body in named]
+    assert [body["model"] for body in bodies] == ["a", "b", "a", "b", "a"]
+    plain = [msgspec.json.decode(body) for body in chat_bodies(load, ["m"], WORDING.text)]
+    assert [body["messages"] for body in bodies] == [body["messages"] for body in plain]
+    assert load.name == "c2-lora2"

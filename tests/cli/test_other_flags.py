@@ -72,7 +72,7 @@ def refused(*line: str) -> str:
         ("--dtype bfloat16", "use --set dtype=bfloat16 (bfloat16 or float32)"),
         ("--trust-remote-code", "not needed: no code of a model is ever run"),
         ("--attention-backend FLASH_ATTN", "use --set kernels.attention=flash"),
-        ("--lora-modules a=b", "not offered: merge the adapter into the weights"),
+        ("--lora-modules a=b", "not offered: serve adapters with --set adapters.folder=DIR"),
         ("--limit-mm-per-prompt {}", "not offered: nanovllm generates text from text"),
         ("-O3", "not offered: `auto` chooses every kernel, and graphs are captured"),
         ("-cc.mode 3", "not offered: `auto` chooses every kernel, and graphs are captured"),

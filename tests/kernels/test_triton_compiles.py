@@ -46,6 +46,18 @@ def compiled(kernel, types, num_warps=4, aligned=(), **constants):
 ROWS = dict(page_table_RM="*i32", starts_R1="*i32", lengths_R="*i32", plan_N5="*i32")
 """
 KERNELS = {
+    "shrink": """
+from nanovllm_kernels.adapters.deltas import shrink_kernel
+types = dict(x_TD="*bf16", a_RID="*bf16", h_ITR="*bf16", adapter_T="*i32", owner_P="*i32")
+for aligned in ((), types):
+    compiled(shrink_kernel, types, aligned=aligned, PAGE=16, TOKENS=16, INPUTS=128)
+""",
+    "expand": """
+from nanovllm_kernels.adapters.deltas import expand_kernel
+types = dict(h_ITR="*bf16", b_RN="*bf16", y_TN="*bf16", adapter_T="*i32", owner_P="*i32")
+for aligned in ((), types):
+    compiled(expand_kernel, types, aligned=aligned, PAGE=16, TOKENS=16, COLUMNS=64)
+""",
     "latent_store": """
 from nanovllm_kernels.attention.latent_store import latent_store_kernel
 types = dict(kv_TX="*bf16", norm_weight_X="*bf16", q_THA="*bf16", cos_sin_LA="*fp32", eps="fp32",

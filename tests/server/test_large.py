@@ -227,6 +227,7 @@ class Broken:
     def request(self, body): raise RuntimeError("no such thing")
 
 def client():
+    ours.send_bytes(b"{}")  # adapters
     ours.send_bytes(b"{}")
     assert ours.recv_bytes() == b"ready" and b"internal error" in ours.recv_bytes()
     ours.close()

@@ -13,7 +13,7 @@ import torch
 from nanovllm_kernels.experts.route_reference import Placed, Routing, Uniform
 from torch import Tensor
 
-from nanovllm.attention.base import ForwardContext
+from nanovllm.attention.base import AdaptedRows, ForwardContext
 from nanovllm.layers.experts.exchange import LaneExchange
 from nanovllm.layers.experts.placement import ExpertPlaces
 from nanovllm.layers.experts.products import ExpertMLPs
@@ -103,23 +103,34 @@ class MoE(Layer):
 
     def forward(self, residual: Residual, ctx: ForwardContext) -> Residual:
         """Return the residual stream plus the block's result. May overwrite its input."""
-        x_TD, logits_TE, stream = self._normed(residual)
+        rows = ctx.adapters and ctx.adapted(is_last=self.is_last)
+        x_TD, logits_TE, stream = self._normed(residual, rows)
         shared_TD: Tensor | None = None
         if self.shared is not None:
-            shared_TD, stream = self.shared.result(stream, self._shared_gate(logits_TE))
+            shared_TD, stream = self.shared.result(stream, self._shared_gate(logits_TE), rows)
         routed = self._route(logits_TE, ctx)
         if self.exchange is not None:
             self.exchange.add_results(x_TD, routed, stream.stream_TD, ctx.lane_tokens or len(x_TD))
             return stream if shared_TD is None else Pending(stream.stream_TD, shared_TD)
+        own_stream = stream.stream_TD if self.mesh.tp_size == 1 else None
+        if rows is not None and self.experts.deltas is not None:
+            y_TD = self.experts.adapted(
+                x_TD, *routed, rows=rows, stream_TD=own_stream, shared_TD=shared_TD
+            )
+        else:
+            y_TD = self.experts(x_TD, *routed, own_stream, shared_TD)
         if self.mesh.tp_size > 1:
-            return with_pending_sum(self.experts(x_TD, *routed, None, shared_TD), stream, self.mesh)
-        return Added(self.experts(x_TD, *routed, stream.stream_TD, shared_TD))
+            return with_pending_sum(y_TD, stream, self.mesh)
+        return Added(y_TD)
 
-    def _normed(self, residual: Residual) -> tuple[Tensor, Tensor, Added]:
+    def _normed(self, residual: Residual, rows: AdaptedRows | None) -> tuple[Tensor, Tensor, Added]:
         """Return the normalised stream, the router's logits and the stream."""
         owner = self if self.shared is None else self.shared.gate_up
         norm_weight = owner.get_parameter("norm_weight")
         norm_router = self.ops.experts.norm_router
+        if rows is not None:
+            x_TD, stream = self.ops.norm(residual, norm_weight, self.eps)
+            return x_TD, self.router.adapted_product(x_TD, rows), stream
         if norm_router and isinstance(residual, Added) and len(residual.stream_TD) <= FEW_ROWS:
             x_TD, logits_TE = norm_router(
                 residual.stream_TD, norm_weight, self.eps, self.router.weight

@@ -11,11 +11,13 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from nanovllm_kernels.adapters.experts import ExpertDeltas, ExpertWeights, adapted_experts
 from nanovllm_kernels.experts.reference import ExpertProducts
 from nanovllm_kernels.experts.route_reference import Chosen, ExpertRows, Placed, Routing, Uniform
 from nanovllm_kernels.fp8_reference import BLOCK, FP8
 from torch import Tensor, nn
 
+from nanovllm.attention.base import AdaptedRows
 from nanovllm.layers.expert_products import ExpertKernels
 from nanovllm.layers.fp8 import fp8_parameter, in_blocks
 from nanovllm.layers.linear import Layer, Placement, parameter
@@ -55,6 +57,7 @@ class ExpertMLPs(Layer):
             "down": Placement(1, (("", inner),), places, rule.has_shared),
         }
         self.by_rows = RowTable(self._choose)
+        self.deltas: ExpertDeltas | None = None  # None: no adapter changes the experts
 
     def to_fp8(self) -> None:
         """Change the type of weights whose storage is not allocated yet, and add their scales."""
@@ -105,6 +108,31 @@ class ExpertMLPs(Layer):
             x_TD, weights_TK, experts_TK, stream_TD=stream_TD, shared_TD=shared_TD
         )
         return y_TD
+
+    def adapted(
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        *,
+        rows: AdaptedRows,
+        stream_TD: Tensor | None = None,
+        shared_TD: Tensor | None = None,
+    ) -> Tensor:
+        """Return the same as forward(), with the deltas of adapters."""
+        assert self.deltas is not None
+        weights = ExpertWeights(self.gate_up, self.gate_up_scale, self.down, self.down_scale)
+        return adapted_experts(
+            x_TD,
+            weights_TK,
+            experts_TK - self.experts.start,
+            weights=weights,
+            deltas=self.deltas,
+            adapter_T=rows.adapter_T,
+            owner_P=rows.owner_P,
+            stream_TD=stream_TD,
+            shared_TD=shared_TD,
+        )
 
     def _choose(self, num_tokens: int) -> Implementation:
         num_pairs = num_tokens * self.num_chosen

@@ -21,6 +21,7 @@ import torch
 from nanovllm_kernels.norms.reference import summed
 from torch import Tensor
 
+from nanovllm.attention.base import AdaptedRows
 from nanovllm.layers.linear import Linear, Placement, parameter
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.products import Implementation, RowTable
@@ -56,6 +57,11 @@ class Router(Linear):
             return Implementation("parts", lambda x_TD, _: by_parts(x_TD, self.parts_IED))
         multiply = self.ops.multiply
         return Implementation("library", lambda x, weight: multiply(x.to(weight.dtype), weight))
+
+    def adapted_product(self, x_TD: Tensor, rows: AdaptedRows) -> Tensor:
+        """Return the logits with the deltas of adapters."""
+        logits_TE = self.product(x_TD)
+        return logits_TE if self.delta is None else self.delta.add(x_TD, logits_TE, rows)
 
     def after_load(self) -> None:
         """Compute the parts. There may be fewer than MOST_PARTS."""

@@ -10,6 +10,7 @@ from nanovllm_kernels.fp8_reference import Quantised
 from nanovllm_kernels.norms.reference import summed
 from torch import Tensor
 
+from nanovllm.attention.base import AdaptedRows
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.residual import Added, Pending, as_tensor
 
@@ -17,17 +18,22 @@ from nanovllm.layers.residual import Added, Pending, as_tensor
 class SharedExpert(MLP):
     """MLP whose result may be multiplied by the sigmoid of a router output."""
 
-    def result(self, stream: Added, gate_T1: Tensor | None) -> tuple[Tensor | None, Added]:
+    def result(
+        self, stream: Added, gate_T1: Tensor | None, rows: AdaptedRows | None = None
+    ) -> tuple[Tensor | None, Added]:
         """Return this rank's result, or None if the stream includes it, and the stream.
 
-        `gate_T1` are logits, or None for an expert without a gate. May overwrite the stream.
+        `gate_T1` are logits, or None for an expert without a gate. `rows`: add the deltas of
+        adapters. May overwrite the stream.
         """
-        y_TF, stream = self.gate_up(stream)
+        y_TF, stream = self.gate_up(stream, rows)
         if gate_T1 is not None:
             y_TF = scaled(y_TF, sigmoid(gate_T1))
         if self.down.mesh.tp_size > 1:
+            if rows is not None:
+                return self.down.adapted_product(y_TF, rows), stream
             return self.down.product(y_TF), stream
-        after = self.down(y_TF, stream)
+        after = self.down(y_TF, stream, rows)
         if isinstance(after, Added):
             return None, after
         assert isinstance(after, Pending)

@@ -1,0 +1,1 @@
+"""Low-rank deltas of products (LoRA), for rows of different adapters in one batch."""

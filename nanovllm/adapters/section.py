@@ -1,0 +1,90 @@
+"""The recipe's section `adapters`: LoRA adapters that requests choose by the field `model`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from nanovllm.adapters.folder import DEMO, check_folder, check_name, names_in
+from nanovllm.adapters.peft import PeftConfig, read_peft
+from nanovllm.typed_yaml import ConfigError
+
+RANK_PAGE = 16  # ranks of a page of adapter memory; a page belongs to one adapter
+MOST_RANK, MOST_SLOTS = 512, 1024
+
+
+class Adapters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    folder: str  # of folders with PEFT adapters, relative to the recipe; "demo": those shipped
+    names: list[str] | Literal["all"] = "all"  # folders to load at start
+    slots: int = 8  # maximum number of adapters on the device at once
+    max_rank: int = 64  # adapters of a higher rank are refused
+    # Allow POST /v1/load_lora_adapter and /v1/unload_lora_adapter, for folders in `folder`.
+    runtime: bool = False
+
+
+def located(adapters: Adapters, base: Path, taken: Iterable[str]) -> Adapters:
+    """Return the section with an absolute folder and the names of all adapters to load.
+
+    `taken` are the names of the model itself. Raise ConfigError if an adapter cannot be served.
+    """
+    for key, value, most in (
+        ("slots", adapters.slots, MOST_SLOTS),
+        ("max_rank", adapters.max_rank, MOST_RANK),
+    ):
+        if not 1 <= value <= most:
+            raise ConfigError(f"adapters.{key} is {value}; it must be between 1 and {most}")
+    folder = DEMO if adapters.folder == "demo" else base / Path(adapters.folder).expanduser()
+    names = names_in(folder) if adapters.names == "all" else adapters.names
+    check_folder(folder)
+    if not names and not adapters.runtime:
+        raise ConfigError(f"adapters.folder: {folder} has no folder with an adapter_config.json")
+    if len(set(names)) < len(names):
+        raise ConfigError("adapters.names has a name twice")
+    found = replace(adapters, folder=str(folder), names=names)
+    for name in names:
+        check_name(name)
+        check_free(name, taken)
+        peft_of(found, name)
+    return found
+
+
+def check_runtime(adapters: Adapters, api_key: str | None, num_workers: int) -> None:
+    """Raise ConfigError if adapters may change at run time, and the server does not allow that."""
+    if adapters.runtime and api_key is None:
+        raise ConfigError("adapters.runtime is true; it needs a server.api_key (--api-key)")
+    if adapters.runtime and num_workers > 1:
+        raise ConfigError(f"adapters.runtime is true; server.workers must be 1, not {num_workers}")
+
+
+def check_free(name: str, taken: Iterable[str]) -> None:
+    """Raise ConfigError if an adapter has a name of the model itself."""
+    if name in taken:
+        raise ConfigError(f"the adapter {name!r} has the model's name; rename its folder")
+
+
+def peft_of(adapters: Adapters, name: str) -> PeftConfig:
+    """Return the config of an adapter. Raise ConfigError if it is not supported."""
+    config = read_peft(Path(adapters.folder), name)
+    if config.most_rank > adapters.max_rank:
+        raise ConfigError(
+            f"adapter {name}: its rank is {config.most_rank}; adapters.max_rank is "
+            f"{adapters.max_rank}"
+        )
+    return config
+
+
+def num_pages_of(rank: int) -> int:
+    """Return the pages of adapter memory that an adapter of this rank takes."""
+    return -(-rank // RANK_PAGE)
+
+
+def num_rank_pages(adapters: Adapters) -> int:
+    """Return the pages of adapter memory: enough for any `slots` adapters that may be loaded."""
+    if adapters.runtime:
+        return adapters.slots * num_pages_of(adapters.max_rank)
+    sizes = sorted(num_pages_of(peft_of(adapters, name).most_rank) for name in adapters.names)
+    return sum(sizes[-adapters.slots :])

@@ -1,0 +1,158 @@
+"""Loading of PEFT adapters into rows of ranks on the host. All faults are found from the header.
+
+Tensors are named base_model.model.<module>.lora_A.weight [r, in] and .lora_B.weight [out, r].
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanovllm.adapters.folder import WEIGHTS, file_of
+from nanovllm.adapters.peft import PeftConfig
+from nanovllm.config import ConfigError
+from nanovllm.layers.lora import AdaptedPart
+from nanovllm.models.adapter_experts import PlacedExperts, module_of, of_expert
+from nanovllm.models.adapter_layout import AdapterLayout
+from nanovllm.models.destination import FLOATS
+from nanovllm.models.faults import described
+from nanovllm.models.shards import Stored, contents, tensors_in
+
+TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+UNSUPPORTED = {  # parts of names that are refused with a reason
+    "lora_magnitude_vector": "DoRA is not supported",
+    "lora_embedding_": "adapters of the embedding are not supported",
+    "lora_B.bias": "biases are not supported",
+    "trainable_tokens_delta": "embeddings of tokens are not supported",
+}
+BASE_LAYER = ".base_layer"
+Pairs = dict[str, tuple[Stored, Stored]]  # A and B by module
+
+
+def pairs_in(folder: Path, name: str) -> Pairs:
+    """Return the tensors of an adapter by module. Raise ConfigError if they are not pairs."""
+    halves: dict[str, dict[str, Stored]] = {}
+    for tensor_name, tensor in tensors_in(file_of(folder, name, WEIGHTS)):
+        for text, reason in UNSUPPORTED.items():
+            if text in tensor_name:
+                raise ConfigError(f"adapter {name}: {tensor_name}: {reason}")
+        if (match := TENSOR.fullmatch(tensor_name)) is None:
+            raise ConfigError(f"adapter {name}: the tensor {tensor_name} is unexpected")
+        halves.setdefault(module_of(match[1]), {})[match[2]] = tensor
+    for module, found in halves.items():
+        if len(found) < 2:
+            half = "B" if "A" in found else "A"
+            raise ConfigError(f"adapter {name}: {module} has no lora_{half}.weight")
+    if not halves:
+        raise ConfigError(f"adapter {name}: {WEIGHTS} has no tensors")
+    return {module: (found["A"], found["B"]) for module, found in halves.items()}
+
+
+def check_pairs(name: str, pairs: Pairs, peft: PeftConfig, layout: AdapterLayout) -> None:
+    """Raise ConfigError, with all faults, if the tensors do not fit the config and the model."""
+    faults: dict[str, list[str]] = {}
+    for module, (a, b) in pairs.items():
+        if (expected := shapes_of(module, pairs, peft, layout)) is None:
+            faults.setdefault("of no product of the model", []).append(module)
+            continue
+        for half, tensor, shape in zip("AB", (a, b), expected, strict=True):
+            if tensor.shape != shape:
+                text = f"{module}.lora_{half} is {list(tensor.shape)}, expected {list(shape)}"
+                faults.setdefault("with a wrong shape", []).append(text)
+            if tensor.dtype not in FLOATS:
+                text = f"{module}.lora_{half} is {tensor.dtype}, expected {' or '.join(FLOATS)}"
+                faults.setdefault("with a wrong type", []).append(text)
+    has_fused = any(module.removesuffix(BASE_LAYER) in layout.fused for module in pairs)
+    targeted = filter(peft.targets, layout.dense if has_fused else layout.parts)
+    missing = sorted(module for module in targeted if module not in pairs)
+    if missing:
+        faults["missing"] = missing
+    if faults:
+        kinds = "; ".join(described(kind, modules) for kind, modules in faults.items())
+        raise ConfigError(f"adapter {name} does not fit the model: {kinds}")
+
+
+Shapes = tuple[tuple[int, int], tuple[int, int]]  # of A and B
+
+
+def shapes_of(module: str, pairs: Pairs, peft: PeftConfig, layout: AdapterLayout) -> Shapes | None:
+    """Return the shapes that a module's pair must have; None if there is no such module."""
+    if (part := layout.parts.get(module)) is not None:
+        rank = peft.rank_of(module)
+        return (rank, part.inputs.full), (part.outputs[0].full, rank)
+    if (placed := layout.fused.get(module.removesuffix(BASE_LAYER))) is None:
+        return None
+    name = fused_name(module, pairs, placed)
+    rank = peft.rank_of(f"{module.removesuffix(BASE_LAYER)}.{name}") * len(placed.by_expert)
+    gate, _, down = placed.by_expert[0]
+    part = down if name == "down_proj" else gate
+    num_outputs = part.outputs[0].full * (1 if name == "down_proj" else 2)
+    return (rank, part.inputs.full), (num_outputs, rank)
+
+
+def fused_name(module: str, pairs: Pairs, placed: PlacedExperts) -> str:
+    """Return the parameter of all experts that a pair changes.
+
+    PEFT wraps gate_up_proj first. So it is the base layer, or the only pair of its width.
+    """
+    is_base, hidden = module.endswith(BASE_LAYER), placed.sizes[0]
+    is_alone = f"{module}{BASE_LAYER}" not in pairs
+    return (
+        "gate_up_proj"
+        if is_base or (is_alone and pairs[module][0].shape[1] == hidden)
+        else ("down_proj")
+    )
+
+
+def rank_rows(
+    name: str, pairs: Pairs, *, peft: PeftConfig, layout: AdapterLayout, dtype: torch.dtype
+) -> Tensor:
+    """Return this process's rows of an adapter's ranks, with the scale in B.
+
+    Modules that the adapter does not change, and ranks that a module does not have, are zeros.
+    Raise ConfigError if a number is NaN or infinite.
+    """
+    rows_RX = torch.zeros(peft.most_rank, layout.width, dtype=dtype)
+    for module, (a, b) in pairs.items():
+        a_RD = contents(a).view(a.shape).float()
+        b_NR = contents(b).view(b.shape).float()
+        if not (a_RD.isfinite().all() and b_NR.isfinite().all()):
+            raise ConfigError(f"adapter {name}: {module} has NaN or infinite numbers")
+        if (part := layout.parts.get(module)) is not None:
+            put(rows_RX, part, a_RD, b_NR * peft.scale_of(module))
+            continue
+        placed = layout.fused[folder := module.removesuffix(BASE_LAYER)]
+        parameter = fused_name(module, pairs, placed)
+        b_NR = b_NR * peft.scale_of(f"{folder}.{parameter}")
+        put_fused(rows_RX, placed, a_XD=a_RD, b_NX=b_NR, parameter=parameter)
+    if not rows_RX.isfinite().all():
+        raise ConfigError(f"adapter {name}: its numbers are too large for {dtype}")
+    return rows_RX
+
+
+def put(rows_RX: Tensor, part: AdaptedPart, a_RD: Tensor, b_NR: Tensor) -> None:
+    """Write this process's columns of A and rows of B of one module."""
+    size, at, rows_RX = part.inputs.count, part.b_at, rows_RX[: len(a_RD)]
+    rows_RX[:, part.a_at : part.a_at + size] = a_RD.narrow(1, part.inputs.start, size)
+    for span in part.outputs:
+        rows_RX[:, at : at + span.count] = b_NR.narrow(0, span.start, span.count).t()
+        at += span.count
+
+
+def put_fused(
+    rows_RX: Tensor, placed: PlacedExperts, *, a_XD: Tensor, b_NX: Tensor, parameter: str
+) -> None:
+    """Write the pair of all experts' gate and up, or of their down."""
+    count = len(placed.by_expert)
+    for expert, (gate, up, down) in enumerate(placed.by_expert):
+        if not gate.width:
+            continue  # on another rank
+        a_RD, b_NR = of_expert(a_XD, b_NX, expert, count)
+        if parameter == "down_proj":
+            put(rows_RX, down, a_RD, b_NR)
+        else:
+            for part, half_NR in zip((gate, up), b_NR.chunk(2), strict=True):
+                put(rows_RX, part, a_RD, half_NR)

@@ -1,0 +1,176 @@
+"""Adapters on the device: their ranks, and the adapter of each slot of the batch.
+
+Decision: the ranks of all adapters are rows of one tensor. A row has that rank of every product.
+Memory follows the ranks of the loaded adapters, and a load is one copy for each page.
+
+Decision: the host keeps all loaded adapters, in pinned memory on a GPU. Copies to the device run in
+the order of the stream, before the first step that needs them. No step in flight is affected.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from nanovllm_kernels.adapters.reference import NO_ADAPTER, NO_OWNER, RANK_PAGE
+from torch import Tensor
+
+from nanovllm.adapters.section import Adapters, num_rank_pages, peft_of
+from nanovllm.attention.base import AdaptedRows, Batch
+from nanovllm.config import ConfigError
+from nanovllm.models.adapter_files import Pairs, check_pairs, pairs_in, rank_rows
+from nanovllm.models.adapter_layout import AdapterLayout
+from nanovllm.models.decoder import Decoder
+from nanovllm.plan import Int32, StepPlan
+from nanovllm.runner.batch import upload_together
+
+log = logging.getLogger("engine")
+
+
+def layout_of(asked: Adapters, model: Decoder) -> tuple[AdapterLayout, dict[str, Pairs]]:
+    """Return the layout of the ranks of a model's adapters, and the tensors of those of the start.
+
+    Raise ConfigError if an adapter does not fit the model, which may have no data.
+    """
+    every = AdapterLayout(model)
+    found = {name: checked(asked, name, every) for name in asked.names}
+    modules = {module for pairs in found.values() for module in pairs}
+    # Adapters that come later may change all products but experts, which are large.
+    later = every.dense if asked.runtime else set[str]()
+    return AdapterLayout(model, modules | later), found
+
+
+def checked(asked: Adapters, name: str, layout: AdapterLayout) -> Pairs:
+    """Return the tensors of an adapter. Raise ConfigError if they do not fit the layout."""
+    pairs = pairs_in(Path(asked.folder), name)
+    check_pairs(name, pairs, peft_of(asked, name), layout)
+    return pairs
+
+
+def bank_bytes(asked: Adapters, model: Decoder, dtype: torch.dtype) -> int:
+    """Return the device memory of adapters."""
+    layout, _ = layout_of(asked, model)
+    return num_rank_pages(asked) * RANK_PAGE * layout.width * dtype.itemsize
+
+
+class AdapterBank:
+    """Adapters of a model, on the host by the number of their load and on the device by slot.
+
+    Those of the start have the numbers 1, 2, ... in the order of their names, as in sched.adapters.
+    """
+
+    def __init__(self, asked: Adapters, model: Decoder, num_slots: int) -> None:
+        """Read all adapters. Raise ConfigError if one does not fit the model.
+
+        `num_slots` are those of the batch; one more is for padding.
+        """
+        self.asked = asked
+        weight = next(model.parameters())
+        self.device, self.dtype = weight.device, model.embed.dtype
+        self.layout, found = layout_of(asked, model)
+        self.host: dict[int, Tensor] = {}  # by number: rows of whole pages
+        for number, (name, pairs) in enumerate(found.items(), 1):
+            self.host[number] = self._rows(name, pairs)
+        if self.layout.fused and model.embed.mesh.lanes > 1:
+            raise ConfigError("adapters of experts need a parallel.ep that is 1 or parallel.tp")
+        is_special = self.layout.fused or any(".kv_b_proj" in name for name in self.layout.parts)
+        if is_special and model.embed.ops.invariant:
+            raise ConfigError(
+                "adapters of experts or of kv_b_proj: kernels.invariant must be false"
+            )
+        num_pages = num_rank_pages(asked)
+        self.ranks_RX = torch.zeros(
+            num_pages * RANK_PAGE, self.layout.width, dtype=self.dtype, device=self.device
+        )
+        self.owner_P = torch.full((num_pages,), NO_OWNER, dtype=torch.int32, device=self.device)
+        self.adapter_N = torch.full((num_slots + 1,), NO_ADAPTER, dtype=torch.int32)
+        self.adapter_N = self.adapter_N.to(self.device)
+        self._host_N = np.full(num_slots + 1, NO_ADAPTER, np.int32)
+        self.layout.bind(self.ranks_RX)
+        self._mesh = model.embed.mesh
+        self._thread = ThreadPoolExecutor(1, "adapters")
+        self._reading: dict[int, Future[Tensor | None]] = {}
+
+    @property
+    def has_experts(self) -> bool:
+        """True if adapters change experts. Steps with adapters then cannot be captured."""
+        return bool(self.layout.fused)
+
+    def _rows(self, name: str, pairs: Pairs) -> Tensor:
+        rows_RX = rank_rows(
+            name,
+            pairs,
+            peft=peft_of(self.asked, name),
+            layout=self.layout,
+            dtype=self.dtype,
+        )
+        num_missing = -len(rows_RX) % RANK_PAGE
+        rows_RX = torch.nn.functional.pad(rows_RX, (0, 0, 0, num_missing))
+        return rows_RX.pin_memory() if self.device.type == "cuda" else rows_RX
+
+    def read(self, number: int, folder: str, done: Callable[[int, str], object]) -> None:
+        """Read an adapter in a thread. See engine.executor.AdapterStore."""
+
+        def work() -> Tensor | None:
+            try:
+                rows = self._rows(folder, checked(self.asked, folder, self.layout))
+                rank, error = peft_of(self.asked, folder).most_rank, ""
+            except ConfigError as fault:
+                rows, rank, error = None, 0, str(fault)
+            except Exception:
+                log.exception("reading the adapter %s failed", folder)
+                rows, rank, error = None, 0, "the adapter cannot be read; see the server's log"
+            done(rank, error)
+            return rows
+
+        self._reading[number] = self._thread.submit(work)
+
+    def commit(self, number: int) -> bool:
+        """Return True if all ranks have read an adapter. Block until then."""
+        rows = self._reading.pop(number).result()
+        if not self._mesh.least(int(rows is not None)):
+            return False
+        assert rows is not None
+        self.host[number] = rows
+        return True
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Free the host memory of adapters that no later plan loads."""
+        for number in numbers:
+            self.host.pop(number, None)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Copy the plan's adapters to the device, and note those of admitted requests."""
+        for load in plan.adapters:
+            # The slot's former adapter may have had other pages, which are free now.
+            self.owner_P.masked_fill_(self.owner_P == load.slot, NO_OWNER)
+            pages = self.host[load.number].split(RANK_PAGE)
+            for page, rows_RX in zip(load.pages, pages, strict=True):
+                start = page * RANK_PAGE
+                self.ranks_RX[start : start + RANK_PAGE].copy_(rows_RX, non_blocking=True)
+        loaded = [(page, load.slot) for load in plan.adapters for page in load.pages]
+        admits = [(admit.slot, admit.adapter) for admit in plan.admits]
+        changed = [(s, a) for s, a in admits if self._host_N[s] != a]
+        if not loaded and not changed:
+            return
+        columns = [np.array(pairs, np.int32).reshape(-1, 2).T for pairs in (loaded, changed)]
+        (pages, owners), (slots, adapters) = columns
+        self._host_N[slots] = adapters
+        sent = upload_together([pages, owners, slots, adapters], self.device)
+        pages_X, owners_X, slots_X, adapters_X = sent
+        self.owner_P.index_copy_(0, pages_X.long(), owners_X)
+        self.adapter_N.index_copy_(0, slots_X.long(), adapters_X)
+
+    def is_used(self, plan: StepPlan, decode_slots: Int32) -> bool:
+        """Return True if a row of the plan has an adapter. `decode_slots` are its decode rows."""
+        if plan.num_decodes and (self._host_N[decode_slots] != NO_ADAPTER).any():
+            return True
+        return any(self._host_N[chunk.slot] != NO_ADAPTER for chunk in plan.chunks)
+
+    def rows(self, batch: Batch) -> AdaptedRows:
+        """Return the adapters of a step's tokens. A CUDA graph can capture it."""
+        return AdaptedRows(self.adapter_N[batch.slots_T], self.owner_P)

@@ -1,0 +1,101 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, on all engines or on none.
+
+Their bodies and answers are those of vLLM, but `lora_path` is the name of a folder in
+`adapters.folder`. A path is refused, so that no client can probe the file system.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from nanovllm.adapters.folder import CONFIG, check_name, file_of
+from nanovllm.adapters.section import Adapters, check_free
+from nanovllm.config import ConfigError
+from nanovllm.ipc.client import EngineClient, EngineLostError
+from nanovllm.log import fields
+from nanovllm.server.engines import Engines
+from nanovllm.server.errors import ApiError, bad_body
+from nanovllm.server.served import Served
+from nanovllm.wire import LoadAdapter, UnloadAdapter
+
+log = logging.getLogger("server")
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+MAX_BYTES = 1 << 16  # of a body
+
+
+class LoadRequest(Struct, frozen=True):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadRequest(Struct, frozen=True):
+    lora_name: str
+
+
+class RuntimeAdapters:
+    """Changes of adapters by the operator, one after the other."""
+
+    def __init__(self, asked: Adapters, engines: Engines, served: Served) -> None:
+        self._folder, self._engines, self._served = Path(asked.folder), engines, served
+        self._turn = asyncio.Lock()
+
+    async def answer(self, path: str, body: bytes) -> bytes:
+        """Return the text of the answer. Raise ApiError."""
+        try:
+            if path == LOAD:
+                return await self._load(msgspec.json.decode(body, type=LoadRequest))
+            return await self._unload(msgspec.json.decode(body, type=UnloadRequest))
+        except msgspec.DecodeError as error:
+            raise bad_body(error) from None
+        except EngineLostError:
+            raise ApiError(503, "the server has lost its engine", code="unhealthy") from None
+
+    async def _load(self, request: LoadRequest) -> bytes:
+        name, folder, served = request.lora_name, request.lora_path, self._served
+        try:
+            check_name(name)
+            check_free(name, {*served.names, *served.paths})
+            check_name(folder)
+        except ConfigError as error:
+            raise invalid(str(error)) from None
+        try:
+            await asyncio.to_thread(file_of, self._folder, folder, CONFIG)
+        except ConfigError as error:
+            raise ApiError(404, str(error), param="lora_path", code="not_found") from None
+        async with self._turn:
+            before = served.adapters.get(name)
+            if before is not None and not request.load_inplace:
+                raise invalid(f"the adapter {name!r} is already loaded; set load_inplace")
+            done: list[EngineClient] = []
+            for client in self._engines.clients:
+                message = LoadAdapter(client.new_id(), name, folder, replaces=True)
+                if fault := await client.change(message):
+                    for other in done:  # without the former one of this name, too
+                        await other.change(UnloadAdapter(other.new_id(), name))
+                        served.adapters.pop(name, None)
+                    raise invalid(fault)
+                done.append(client)
+            served.adapters[name] = folder
+        log.info("loaded %s", fields(adapter=name, folder=folder))
+        return f"Success: LoRA adapter '{name}' added successfully.".encode()
+
+    async def _unload(self, request: UnloadRequest) -> bytes:
+        name = request.lora_name
+        async with self._turn:
+            if self._served.adapters.pop(name, None) is None:
+                text = f"the adapter {name[:100]!r} is not loaded"
+                raise ApiError(404, text, param="lora_name", code="not_found")
+            for client in self._engines.clients:
+                await client.change(UnloadAdapter(client.new_id(), name))
+        log.info("unloaded %s", fields(adapter=name))
+        return f"Success: LoRA adapter '{name}' removed successfully.".encode()
+
+
+def invalid(text: str) -> ApiError:
+    return ApiError(400, text, code="invalid_value")

@@ -1,0 +1,132 @@
+"""Slots and pages of adapters on the device: reuse, eviction, and order of waiting requests."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from nanovllm.kv.memory import KVMemory
+from nanovllm.plan import AdapterLoad, StepPlan, StepResult
+from nanovllm.sched.adapters import BASE, AdapterSlots
+from nanovllm.sched.scheduler import Scheduler
+from nanovllm.wire import Generate, RefusalKind, Sampling
+
+
+def load(slots: AdapterSlots, name: str, rank: int) -> int:
+    number = slots.new_number()
+    slots.load(name, number, rank)
+    return number
+
+
+def taken(slots: AdapterSlots, number: int) -> tuple[int, list[AdapterLoad]]:
+    slots.take(number)
+    return slots.slot(number), slots.taken_loads()
+
+
+def test_loads_wait_for_the_next_plan_unless_their_adapter_is_forgotten() -> None:
+    """A request that waits for a transfer takes its adapter, and may leave before any plan."""
+    slots = AdapterSlots(num_slots=2, num_pages=2)
+    one, two = load(slots, "a", 1), load(slots, "b", 1)
+    for number in (one, two):
+        slots.take(number)
+        slots.give(number)
+    slots.unload("a")
+    assert slots.forget(in_use=[]) == [one]
+    assert slots.taken_loads() == [AdapterLoad(two, 1, [1])] and slots.taken_loads() == []
+
+
+def test_keys_of_adapters_differ_between_processes() -> None:
+    """Numbers begin again at each start, but pages on disk stay."""
+    first, second = (AdapterSlots(num_slots=1, num_pages=1) for _ in range(2))
+    assert load(first, "a", 1) == load(second, "a", 1) == 1
+    assert first.page_key(1) != second.page_key(1) != first.page_key(2)
+    assert first.page_key(BASE) == second.page_key(BASE) == 0
+
+
+def test_unused_adapters_leave_the_least_recently_used_first() -> None:
+    slots = AdapterSlots(num_slots=3, num_pages=4)
+    one, two, wide, huge = (
+        load(slots, name, rank) for name, rank in (("a", 1), ("b", 16), ("c", 17), ("d", 64))
+    )
+    assert taken(slots, one) == (0, [AdapterLoad(one, 0, [0])])
+    assert taken(slots, one) == (0, [])
+    assert taken(slots, two) == (1, [AdapterLoad(two, 1, [1])])
+    assert taken(slots, wide) == (2, [AdapterLoad(wide, 2, [2, 3])])
+    slots.give(wide)
+    slots.give(one)
+    assert not slots.has_room_for(huge)  # the page of `two` is in use
+    slots.give(one)
+    slots.give(two)
+    again = load(slots, "a", 33)
+    assert again != one and slots.resolve("a") == again  # a number of its own
+    # `wide`, then `one` left.
+    assert taken(slots, again) == (0, [AdapterLoad(again, 0, [0, 2, 3])])
+    slots.check([again])
+    assert taken(slots, BASE) == (-1, [])
+    assert slots.resolve("") == BASE and slots.resolve("x") is None
+    slots.unload("a")
+    assert slots.resolve("a") is None
+    slots.give(again)
+    assert slots.has_room_for(huge)
+    assert slots.forget(in_use=[one]) == [again]  # the first "a" is still in use
+    assert slots.forget(in_use=[]) == [one]
+    slots.check([])
+
+
+def scheduler_with(adapters: AdapterSlots, overtake_steps: int = 3) -> Scheduler:
+    made = Scheduler(
+        KVMemory(100, 4),
+        num_slots=6,
+        step_tokens=64,
+        max_model_tokens=100,
+        overtake_steps=overtake_steps,
+    )
+    made.queue.adapters = adapters
+    return made
+
+
+def submit(scheduler: Scheduler, request_id: int, adapter: str, max_new: int = 4) -> None:
+    prompt = array("i", [request_id] * 5).tobytes()
+    spec = Generate(request_id, prompt, max_new, [], Sampling(), adapter=adapter)
+    scheduler.add(spec, now=float(request_id))
+
+
+def step(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.plan()
+    assert isinstance(plan, StepPlan)
+    num_rows = plan.num_decodes + sum(chunk.samples for chunk in plan.chunks)
+    scheduler.complete(StepResult(plan.step, np.full((num_rows, 1), 7, np.int32)))
+    scheduler.check()
+    return plan
+
+
+def test_a_request_waits_for_its_adapter_and_holds_no_other_back() -> None:
+    adapters = AdapterSlots(num_slots=1, num_pages=1)
+    load(adapters, "common", 1), load(adapters, "rare", 1)
+    scheduler = scheduler_with(adapters)
+    for request_id, name in enumerate(["common", "rare", "common", ""]):
+        submit(scheduler, request_id, name)
+    plan = step(scheduler)
+    assert [admit.adapter for admit in plan.admits] == [0, 0, -1]
+    assert plan.adapters == [AdapterLoad(1, 0, [0])]
+    assert scheduler.stats().waiting_by_reason["adapter"] == 1
+    submit(scheduler, 9, "unknown")
+    (refusal,) = scheduler.output().refused
+    assert refusal.kind is RefusalKind.INVALID
+    assert refusal.message == "the adapter 'unknown' is not loaded"
+
+
+def test_a_rare_adapter_does_not_starve() -> None:
+    adapters = AdapterSlots(num_slots=1, num_pages=1)
+    load(adapters, "common", 1), load(adapters, "rare", 1)
+    scheduler = scheduler_with(adapters)
+    submit(scheduler, 0, "common")
+    step(scheduler)
+    submit(scheduler, 1, "rare")
+    for request_id in range(2, 40):  # one more request of the common adapter in each step
+        submit(scheduler, request_id, "common")
+        submit(scheduler, 100 + request_id, "")
+        if any(load.number == 2 for load in step(scheduler).adapters):
+            break
+    assert request_id < 12  # three steps that overtake it, then four that drain the slot

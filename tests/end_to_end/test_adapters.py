@@ -1,0 +1,95 @@
+"""Adapters of a server over HTTP: names, answers, and changes while it runs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from nanovllm.adapters.folder import DEMO
+from tests.end_to_end.demo_server import Server, start
+
+KEY = {"Authorization": "Bearer secret"}
+ASKED: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "What is nanovllm?"}],
+    "temperature": 0,
+    "max_tokens": 80,
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    folder = tmp_path_factory.mktemp("adapters")
+    shutil.copytree(DEMO / "pirate", folder / "pirate")
+    shutil.copytree(DEMO / "pirate", folder / "other")
+    section = f"adapters={{folder: {folder}, names: [pirate], slots: 1, runtime: true}}"
+    server = start("--set", section, "--device", "cpu", "--api-key", "secret")
+    yield server, folder
+    assert server.stop() == 0
+
+
+def post(server: Server, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/{path}", json=body, headers=KEY, timeout=60)
+
+
+def text_of(server: Server, model: str | None) -> str:
+    response = post(server, "chat/completions", **ASKED, model=model)
+    assert response.status_code == 200, response.text
+    found: str = response.json()["choices"][0]["message"]["content"]
+    assert response.json()["model"] == (model or "demo")
+    return found
+
+
+def names(server: Server) -> dict[str, Any]:
+    cards = httpx.get(f"{server.url}/v1/models", headers=KEY).json()["data"]
+    return {card["id"]: card for card in cards}
+
+
+def test_requests_choose_an_adapter_by_its_name(served: tuple[Server, Path]) -> None:
+    server, _ = served
+    plain, pirate = text_of(server, None), text_of(server, "pirate")
+    assert pirate.startswith("Ahoy!") and plain.startswith("nanovllm is")
+    assert text_of(server, "demo") == plain
+    card = names(server)["pirate"]
+    assert (card["root"], card["parent"], card["max_model_len"]) == ("pirate", "demo", None)
+    missing = post(server, "chat/completions", **ASKED, model="other")
+    assert missing.status_code == 404 and "'demo' or 'pirate'" in missing.text
+
+
+def test_adapters_change_while_the_server_runs(served: tuple[Server, Path]) -> None:
+    server, folder = served
+    load, unload = "load_lora_adapter", "unload_lora_adapter"
+    assert httpx.post(f"{server.url}/v1/{load}", json={}).status_code == 401
+    for body, status, words in (
+        ({"lora_name": "x"}, 400, "lora_path"),
+        ({"lora_name": "pirate", "lora_path": "pirate"}, 400, "already loaded"),
+        ({"lora_name": "demo", "lora_path": "pirate"}, 400, "has the model's name"),
+        ({"lora_name": "x", "lora_path": "/etc"}, 400, "must be 1 to 64 characters"),
+        ({"lora_name": "x", "lora_path": "../x"}, 400, "must be 1 to 64 characters"),
+        ({"lora_name": "x", "lora_path": "none"}, 404, "has no adapter_config.json"),
+    ):
+        refused = post(server, load, **body)
+        assert (refused.status_code, words in refused.text) == (status, True), refused.text
+    before = text_of(server, "pirate")
+    answer = post(server, load, lora_name="new", lora_path="other")
+    assert answer.text == "Success: LoRA adapter 'new' added successfully."
+    assert names(server)["new"]["root"] == "other"
+    assert text_of(server, "new") == before
+    weights = folder / "other" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-2])
+    broken = post(server, load, lora_name="new", lora_path="other", load_inplace=True)
+    assert broken.status_code == 400 and "not a complete safetensors file" in broken.text
+    assert text_of(server, "new") == before  # the former one is still there
+    assert post(server, unload, lora_name="new").text == (
+        "Success: LoRA adapter 'new' removed successfully."
+    )
+    assert post(server, unload, lora_name="new").status_code == 404
+    assert post(server, "chat/completions", **ASKED, model="new").status_code == 404
+    assert text_of(server, "pirate") == before
+    metrics = httpx.get(f"{server.url}/metrics", headers=KEY).text
+    assert ',max_lora="1",running_lora_adapters="",waiting_lora_adapters=""} 1' in metrics
+    assert 'adapter="pirate",state="running"} 0' in metrics
