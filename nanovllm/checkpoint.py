@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -70,6 +71,16 @@ def check_names(names: Collection[str], where: str, base: str | None = None) -> 
     if CONFIG in plain:
         raise ConfigError(f"{where} has no *.safetensors; --load-format dummy runs without weights")
     raise no_config(where)
+
+
+def text_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json that describe the text model, at one level.
+
+    Models with an image encoder have them in `text_config`. A field next to it takes precedence,
+    for example tie_word_embeddings, as in transformers.
+    """
+    text = raw.get("text_config")
+    return {**text, **raw} if isinstance(text, dict) else raw
 
 
 def no_config(where: str) -> ConfigError:

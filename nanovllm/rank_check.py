@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from nanovllm.checkpoint import text_fields
 from nanovllm.config import NOT_JSON, Config, given_gpus
 from nanovllm.parallel.places import EXPERTS, check_gpus, num_ranks
 
@@ -55,7 +56,7 @@ def divides(fields: dict[str, Any], tp: int, ep: int) -> bool:
 def read_fields(path: str) -> dict[str, Any]:
     """Return the fields of config.json; {} if it is unreadable, which later checks report."""
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=dict[str, Any])
+        return text_fields(msgspec.json.decode(Path(path).read_bytes(), type=dict[str, Any]))
     except (OSError, *NOT_JSON):
         return {}
 

@@ -66,10 +66,12 @@ DRIVEN_BY = {
         nanovllm/models/llama.py nanovllm/models/qwen3.py nanovllm/models/qwen3_moe.py
         nanovllm/models/minimax_m2.py nanovllm/models/deepseek_v3.py
         nanovllm/layers/latent_attention.py nanovllm/layers/stretched_rope.py
-        nanovllm/models/qwen3_next.py nanovllm/models/sparse.py nanovllm/models/scattered.py
+        nanovllm/models/qwen3_next.py nanovllm/models/hybrid.py nanovllm/models/sparse.py
+        nanovllm/models/scattered.py
         nanovllm/attention/gated_delta.py nanovllm/attention/delta_kernels.py
         nanovllm/layers/gated_delta.py nanovllm/layers/gated_attention.py
         kernels/nanovllm_kernels/norms/reference.py""",
+    "tests/models/test_qwen3_5.py": "nanovllm/models/qwen3_5.py nanovllm/models/names.py",
     "tests/spec/test_heads.py": "nanovllm/spec/eagle3.py",
     "tests/models/test_mtp.py": "nanovllm/models/head.py nanovllm/spec/mtp.py",
     "tests/models/test_quantised.py": "nanovllm/models/altered.py",

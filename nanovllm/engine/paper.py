@@ -11,12 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from nanovllm.checkpoint import text_fields
 from nanovllm.config import (
     NOT_JSON,
     Config,
@@ -129,7 +131,8 @@ def build(config: Config) -> tuple[PaperExecutor, Recipe, int, CacheLayout]:
         raise ConfigError("cache.host_gib is for engine: model; engine: paper has no bytes to keep")
     path = Path(config.config_path)
     try:
-        model = msgspec.json.decode(path.read_bytes(), type=Numbers)
+        raw = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        model = msgspec.convert(text_fields(raw), Numbers)
     except NOT_JSON as error:
         raise ConfigError(f"{path}: {error}") from None
     recipe = resolve(config.recipe, model.max_position_embeddings)

@@ -20,9 +20,15 @@ from nanovllm.layers.ops import Ops
 from nanovllm.layers.residual import Added, Residual, as_tensor
 from nanovllm.parallel.mesh import Mesh, Span, interleaved
 
+Parts = tuple[tuple[str, Span], ...]
+
 
 class DeltaSizes(NamedTuple):
-    """Heads of all ranks, elements per head, and the size of the convolution in tokens."""
+    """Heads of all ranks, elements per head, and the size of the convolution in tokens.
+
+    `grouped`: the checkpoint has two tensors of projections, qkvz and ba, whose rows are stored key
+    head by key head (Qwen3-Next). Otherwise it has four, qkv, z, b and a (Qwen3.5).
+    """
 
     hidden: int
     key_heads: int
@@ -30,6 +36,7 @@ class DeltaSizes(NamedTuple):
     key: int
     value: int
     taps: int
+    grouped: bool
 
     @property
     def each(self) -> int:
@@ -42,6 +49,23 @@ class DeltaSizes(NamedTuple):
         parts = (key, 0), (key, key.full), (value, 2 * key.full)
         full = 2 * key.full + value.full
         return [Span(full, before + part.start, part.count) for part, before in parts]
+
+    def projections(self, keys: Span) -> tuple[Parts, Parts]:
+        """Return this rank's rows of queries, keys, values and z, and those of b and a.
+
+        In the parameter, rows of a kind are adjacent, in the order of heads.
+        """
+        each = self.each
+        if self.grouped:
+            widths = self.key, self.key, each * self.value, each * self.value
+            qkvz, ba = interleaved(keys, widths), interleaved(keys, (each, each))
+            return tuple(("qkvz", span) for span in qkvz), tuple(("ba", span) for span in ba)
+        values = keys.of_width(each)
+        qkvz = [*self.channels(keys), values.of_width(self.value)]
+        return tuple(zip(("qkv", "qkv", "qkv", "z"), qkvz, strict=True)), (
+            ("b", values),
+            ("a", values),
+        )
 
 
 class GatedDeltaNet(Layer):
@@ -63,18 +87,16 @@ class GatedDeltaNet(Layer):
             allowed = f"{taps.start} to {taps.stop - 1}, or kernels.delta torch"
             raise ConfigError(f"linear_conv_kernel_dim is {sizes.taps}; it must be {allowed}")
         keys = mesh.span("linear_num_key_heads", sizes.key_heads)
-        each, values = sizes.each, keys.of_width(sizes.each)
-        widths = sizes.key, sizes.key, each * sizes.value, each * sizes.value
-        qkvz, ba = interleaved(keys, widths), interleaved(keys, (each, each))
-        of_ba = tuple(("ba" if is_one else "", span) for span in ba)
-        of_qkvz = tuple(("qkvz" if is_one else "", span) for span in qkvz)
-        count = keys.count * (sum(widths) + (2 * each if is_one else 0))
+        values = keys.of_width(sizes.each)
+        qkvz, ba = sizes.projections(keys)
+        rows = qkvz + ba if is_one else qkvz
+        count = sum(span.count for _, span in rows)
         inputs = NormLinear(sizes.hidden, eps, {"": Span(count, 0, count)}, ops)
-        inputs.placements["weight"] = Placement(0, of_qkvz + of_ba if is_one else of_qkvz)
+        inputs.placements["weight"] = Placement(0, rows)
         self.add_module("qkvzba" if is_one else "qkvz", inputs)
         vars(self)["inputs"] = inputs  # not as a second module
-        whole = Placement(0, of_ba)
-        self.ba = None if is_one else Linear(2 * values.count, sizes.hidden, whole, ops)
+        apart = Placement(0, ba)
+        self.ba = None if is_one else Linear(2 * values.count, sizes.hidden, apart, ops)
         channels = sizes.channels(keys)
         self.conv = parameter(sum(span.count for span in channels), 1, sizes.taps)
         self.a_log, self.dt_bias = (parameter(values.count, dtype=torch.float32) for _ in "ab")

@@ -20,6 +20,7 @@ from nanovllm.config import NOT_JSON, Config, ConfigError
 from nanovllm.models import MODELS
 from nanovllm.models.altered import altered
 from nanovllm.models.decoder import Decoder, DecoderConfig
+from nanovllm.models.names import text_name
 from nanovllm.models.support import check_config, check_only
 from nanovllm.models.tied import has_own_head
 from nanovllm.registry import resolve
@@ -50,6 +51,7 @@ def read_model_config(config: Config) -> tuple[type[Decoder], DecoderConfig]:
         family: type[Decoder] = resolve(MODELS, spelling.architectures[0])
         check_only(raw, family.Config.ONLY, path)
         raw["rope_parameters"] = rope = rope_parameters(spelling, path)
+        rename_kept(raw.get("quantization_config"))
         lengthen(raw, rope)
         own = untied(msgspec.convert(raw, family.Config), config)
         return family, altered(own, config.recipe, path)
@@ -89,6 +91,13 @@ def lengthen(raw: dict[str, Any], rope: dict[str, Any]) -> None:
         return  # reported elsewhere
     if isinstance(factor, int | float) and 0 < factor * original < 1 << 31:
         raw[LONGEST] = max(own, round(factor * original))
+
+
+def rename_kept(quantised: object) -> None:
+    """Rename modules that are not quantised to the names that WEIGHTS use."""
+    for field in ("modules_to_not_convert", "ignored_layers"):
+        if isinstance(quantised, dict) and isinstance(names := quantised.get(field), list):
+            quantised[field] = [text_name(name) for name in names if isinstance(name, str)]
 
 
 def untied(own: DecoderConfig, config: Config) -> DecoderConfig:

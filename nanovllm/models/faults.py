@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from nanovllm.config import ConfigError
 from nanovllm.models.destination import Destination
-from nanovllm.models.shards import Stored, tensors_in
+from nanovllm.models.names import text_tensors
+from nanovllm.models.shards import Stored
 
 log = logging.getLogger("engine")
+LATER = "left out %d tensors of layers after the model's last (later ones, or MTP)"
+VISUAL = "left out %d tensors of the image encoder: only text is served"
 SHOWN = 3  # names of each kind
 
 
@@ -26,18 +29,19 @@ def whole(
 ) -> dict[str, Stored]:
     """Return by name the tensors that fill the model, and those that `takes` accepts.
 
-    Tensors of layers from `num_layers` on, and of MTP, are left out, unless it is None. Raise
-    ConfigError if there are faults. Its message begins with the `source`. For each kind it gives
-    the number of faults and the first few.
+    Tensors of layers from `num_layers` on, of MTP and of an image encoder are left out, unless it
+    is None. Raise ConfigError if there are faults. Its message begins with the `source`. For each
+    kind it gives the number of faults and the first few.
     """
     found: dict[str, Stored] = {}
     faults: defaultdict[str, list[str]] = defaultdict(list)
-    later = 0
+    left_out = Counter[str]()
     for path in paths:
-        for name, tensor in sorted(tensors_in(path)):
+        for name, tensor in sorted(text_tensors(path)):
             to, where = wanted.get(name), f"{name} in {path.name}"
-            if to is None and num_layers is not None and is_later(name, num_layers):
-                later += 1
+            reason = "" if to is not None else reason_to_leave(name, num_layers)
+            if reason:
+                left_out[reason] += 1
             elif name in found:
                 faults["duplicated"].append(f"{where} and {found[name].path.name}")
             elif to is None and not takes(name, tensor):
@@ -55,8 +59,8 @@ def whole(
     if faults:
         kinds = "; ".join(described(kind, tensors) for kind, tensors in faults.items())
         raise ConfigError(f"{source} does not fit the model: {kinds}")
-    if later:
-        log.info("left out %d tensors of layers after the model's last (later ones, or MTP)", later)
+    for reason, count in left_out.items():
+        log.info(reason, count)
     return found
 
 
@@ -68,7 +72,12 @@ def described(kind: str, tensors: list[str]) -> str:
     return f"{count} {kind}: {shown}"
 
 
-def is_later(name: str, num_layers: int) -> bool:
-    """Return True for a tensor of a layer that the recipe leaves out, or of an MTP layer."""
+def reason_to_leave(name: str, num_layers: int | None) -> str:
+    """Return the log line for a tensor that is left out, or "" if it is not."""
+    if num_layers is None:
+        return ""
+    if re.match(r"(model\.)?visual\.", name):
+        return VISUAL
     match = re.match(r"model\.layers\.(\d+)\.|mtp\.", name)
-    return match is not None and (match[1] is None or int(match[1]) >= num_layers)
+    is_later = match is not None and (match[1] is None or int(match[1]) >= num_layers)
+    return LATER if is_later else ""

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from nanovllm.checkpoint import made_from
+from nanovllm.checkpoint import made_from, text_fields
 from nanovllm.config import NOT_JSON, ConfigError
 from nanovllm.models import MODELS
 
@@ -37,15 +37,17 @@ class Known(Struct, frozen=True):
     architecture: str
     hidden_size: int
     num_layers: int
+    has_fp8: bool = True
 
     @property
     def fp8(self) -> str:
         """Return the id of its FP8 version, if there is a supported one."""
-        return f"{self.name}-FP8" if self.name.startswith("Qwen/") else ""
+        return f"{self.name}-FP8" if self.has_fp8 and self.name.startswith("Qwen/") else ""
 
 
 QWEN3, QWEN3_MOE, LLAMA = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM"
 DEEPSEEK, MINIMAX, NEXT = "DeepseekV3ForCausalLM", "MiniMaxM2ForCausalLM", "Qwen3NextForCausalLM"
+QWEN3_5, QWEN3_5_MOE = "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"
 KNOWN = (
     Known("Qwen/Qwen3-0.6B", QWEN3, 1024, 28),
     Known("Qwen/Qwen3-1.7B", QWEN3, 2048, 28),
@@ -56,6 +58,14 @@ KNOWN = (
     Known("Qwen/Qwen3-30B-A3B", QWEN3_MOE, 2048, 48),
     Known("Qwen/Qwen3-235B-A22B", QWEN3_MOE, 4096, 94),
     Known("Qwen/Qwen3-Next-80B-A3B-Instruct", NEXT, 2048, 48),
+    Known("Qwen/Qwen3.5-0.8B", QWEN3_5, 1024, 24, has_fp8=False),
+    Known("Qwen/Qwen3.5-2B", QWEN3_5, 2048, 24, has_fp8=False),
+    Known("Qwen/Qwen3.5-4B", QWEN3_5, 2560, 32, has_fp8=False),
+    Known("Qwen/Qwen3.5-9B", QWEN3_5, 4096, 32, has_fp8=False),
+    Known("Qwen/Qwen3.5-27B", QWEN3_5, 5120, 64),
+    Known("Qwen/Qwen3.5-35B-A3B", QWEN3_5_MOE, 2048, 40),
+    Known("Qwen/Qwen3.5-122B-A10B", QWEN3_5_MOE, 3072, 48),
+    Known("Qwen/Qwen3.5-397B-A17B", QWEN3_5_MOE, 4096, 60),
     Known("meta-llama/Llama-3.2-1B-Instruct", LLAMA, 2048, 16),
     Known("meta-llama/Llama-3.2-3B-Instruct", LLAMA, 3072, 28),
     Known("meta-llama/Llama-3.1-8B-Instruct", LLAMA, 4096, 32),
@@ -69,7 +79,9 @@ KNOWN = (
 NEAREST = (
     (r"Deepseek|Kimi", DEEPSEEK),
     (r"MiniMax", MINIMAX),
-    (r"Qwen3(Next|_?5)", NEXT),
+    (r"Qwen3Next", NEXT),
+    (r"Qwen3_?5Moe", QWEN3_5_MOE),
+    (r"Qwen3_?5", QWEN3_5),
     (r"(Llama|Mistral|Ministral|Yi|SmolLM)(?!.*4)", LLAMA),
 )
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
@@ -90,9 +102,10 @@ SEPARATE = {  # files of older checkpoints, whose config.json names no quantisat
 
 
 def check_config(path: Path, name: str = "") -> dict[str, Any]:
-    """Return the object in config.json. Raise ConfigError if its model cannot be served.
+    """Return the fields of config.json. Raise ConfigError if its model cannot be served.
 
-    `name` is the model's folder or Hub id. The suggestion of another model is derived from it.
+    Those of `text_config` are at the same level as the others. `name` is the model's folder or Hub
+    id. The suggestion of another model is derived from it.
     """
     try:
         raw: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
@@ -101,6 +114,7 @@ def check_config(path: Path, name: str = "") -> dict[str, Any]:
     except NOT_JSON as error:
         raise ConfigError(f"{path}: {error}") from None
     check_architecture(raw, path)
+    raw = text_fields(raw)
     check_quantization(raw, path, name)
     check_only(raw, ONLY, path)
     check_rope(raw, path)

@@ -12,7 +12,8 @@ import torch
 
 from nanovllm.checkpoint import weight_files
 from nanovllm.config import ConfigError
-from nanovllm.models.shards import DTYPES, Stored, contents, tensors_in
+from nanovllm.models.names import text_tensors
+from nanovllm.models.shards import DTYPES, Stored, contents
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ELEMENTS = 16 << 20  # elements per comparison
@@ -27,7 +28,7 @@ def has_own_head(folder: Path) -> bool:
         found = {
             name: tensor
             for path in weight_files(folder)[1]
-            for name, tensor in tensors_in(path)
+            for name, tensor in text_tensors(path)
             if name in (HEAD, EMBEDDING)
         }
     except ConfigError:

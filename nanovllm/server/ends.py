@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
 
+from nanovllm.checkpoint import text_fields
 from nanovllm.config import NOT_JSON, Config, ConfigError
 from nanovllm.server.errors import ApiError
 from nanovllm.server.protocol import ChatMessage, ChatRequest
@@ -59,7 +60,8 @@ def eos_ids_of(config: Config, template: Template | None = None) -> tuple[int, .
 def read(path: Path, schema: type[T]) -> T:
     """Return a JSON file of the checkpoint. Raise ConfigError with the path of an invalid one."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=schema)
+        raw = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return msgspec.convert(text_fields(raw), schema)
     except (*NOT_JSON, OSError) as error:
         raise ConfigError(f"{path}: {error}") from None
 

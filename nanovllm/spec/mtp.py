@@ -16,7 +16,7 @@ from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder, DecoderConfig, MtpSpec
 from nanovllm.models.destination import FLOATS
 from nanovllm.models.mtp import MtpHead
-from nanovllm.models.shards import tensors_in
+from nanovllm.models.names import text_tensors
 from nanovllm.models.weights import fill
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.spec.model_base import DraftModel
@@ -60,7 +60,7 @@ def mtp_of(config: Config, target: DecoderConfig) -> MtpSpec:
     dtypes = {
         name: tensor.dtype
         for path in paths
-        for name, tensor in tensors_in(path)
+        for name, tensor in text_tensors(path)
         if name.startswith(spec.prefix)
     }
     if not dtypes:

@@ -18,7 +18,8 @@ from tests.whole_engine import WholeEngine, greedy, prompts_of
 
 NGRAM = Speculate(method="ngram", tokens=3, min_match=1, max_match=4)
 EVERY = Speculate(method="ngram", tokens=3, min_match=1, max_match=4, adapt=False)  # no clock
-NEXT = [case for case in CASES if case.startswith("qwen3_next")]
+HYBRID = [case for case in CASES if case.startswith("qwen3_next") and "1 value" not in case]
+HYBRID += ["qwen3_5_text that repeats itself"]
 MAX_NEW = 60
 SURE = 1e-3  # transformers' two forms of a recurrence differ by 8e-4 in logits here
 PlanMessage = tuple[Config, list[list[int]], list[list[int]]]
@@ -46,7 +47,7 @@ def sure(told: tuple[list[int], float]) -> bool:
     return told[1] > SURE
 
 
-@pytest.fixture(scope="module", params=NEXT)
+@pytest.fixture(scope="module", params=HYBRID)
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PlanMessage:
     folder: Path = tmp_path_factory.mktemp("tiny")
     family, overrides = CASES[request.param]
@@ -172,9 +173,11 @@ def test_once_a_fork_is_known_a_prompt_computes_its_last_page(told: PlanMessage)
     assert engine.cached[2] >= len(prompts[0]) - 1 - 4
 
 
-@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (2, 2)])
-def test_two_ranks_write_long_texts_with_drafts(tp: int, ep: int, tmp_path: Path) -> None:
-    family, overrides = CASES["qwen3_next that repeats itself"]
+@pytest.mark.parametrize(("case", "tp", "ep"), [("qwen3_5_text", 2, 1), ("qwen3_next", 2, 2)])
+def test_two_ranks_write_long_texts_with_drafts(
+    case: str, tp: int, ep: int, tmp_path: Path
+) -> None:
+    family, overrides = CASES[f"{case} that repeats itself"]
     model = make_tiny(tmp_path, family, **{**overrides, "num_experts": 6})
     prompts, expected = long_prompts(model)
     sizes = dict(

@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from nanovllm.config import ConfigError
 from nanovllm.layers.rope import Llama3Rope, PlainRope, YarnRope
+from nanovllm.models import MODELS
 from nanovllm.models.config import read_model_config
 from tests.models.tiny import CASES, COMMON, config_of
 
@@ -84,7 +85,11 @@ M2 = dict(architectures=["MiniMaxM2ForCausalLM"], head_dim=128, num_local_expert
 
 
 @pytest.mark.parametrize(
-    "case", ["qwen3", "llama", "qwen3_moe", "minimax_m2", "deepseek_v3", "qwen3_next"]
+    "case",
+    [
+        *("qwen3", "llama", "qwen3_moe", "minimax_m2", "deepseek_v3", "qwen3_next"),
+        *("qwen3_5_text", "qwen3_5_moe_text"),
+    ],
 )
 def test_what_a_config_leaves_out_is_what_transformers_takes_it_for(
     case: str, tmp_path: Path
@@ -170,7 +175,7 @@ def test_experts_are_counted_under_either_name(
     assert str(caught.value) == f"{tmp_path / 'config.json'}: {said}"
 
 
-@pytest.mark.parametrize("family", ["minimax_m2", "qwen3_next", "llama"])
+@pytest.mark.parametrize("family", ["minimax_m2", "qwen3_5_text", "qwen3_next", "llama"])
 @pytest.mark.parametrize(
     ("change", "rope"),
     [
@@ -216,17 +221,15 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "architectures is GPT2LMHeadModel (a text generator's name ends with ForCausalLM); "
-            "supported are DeepseekV3ForCausalLM, "
-            "LlamaForCausalLM, MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
-            "Qwen3NextForCausalLM; the nearest supported model is Qwen/Qwen3-8B",
+            f"architectures is GPT2LMHeadModel (a text generator's name ends with ForCausalLM); "
+            f"supported are {', '.join(sorted(MODELS))}; the nearest supported model is "
+            "Qwen/Qwen3-8B",
         ),
         (
             {"architectures": []},
-            "architectures is empty (a text generator's name ends with ForCausalLM); "
-            "supported are DeepseekV3ForCausalLM, "
-            "LlamaForCausalLM, MiniMaxM2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
-            "Qwen3NextForCausalLM; the nearest supported model is Qwen/Qwen3-8B",
+            f"architectures is empty (a text generator's name ends with ForCausalLM); "
+            f"supported are {', '.join(sorted(MODELS))}; the nearest supported model is "
+            "Qwen/Qwen3-8B",
         ),
         ({"architectures": ...}, "Object missing required field `architectures`"),
         ({"hidden_size": ...}, "Object missing required field `hidden_size`"),

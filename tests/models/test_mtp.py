@@ -21,12 +21,13 @@ from nanovllm.layers.kernels import select_ops
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.mtp import MtpHead
+from nanovllm.models.names import text_tensors
 from nanovllm.models.weights import default_dtype, destinations, fill
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.spec.mtp import MtpLoader
 from tests.models.heads import HeadSteps
 from tests.models.steps import CPU, MAX_TOKENS, Steps, load
-from tests.models.tiny import NEXT, V3, YARN, config_of, make_loud, make_tiny
+from tests.models.tiny import HYBRID, NEXT, V3, YARN, config_of, make_loud, make_tiny
 from tests.parallel.test_mesh import Meeting, ThreadMesh
 
 LENGTHS = 33, 29
@@ -41,6 +42,8 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "qwen3_next",
         dict(NEXT, mlp_only_layers=[1], linear_num_key_heads=4, num_experts_per_tok=1),
     ),
+    "qwen3_5_text": ("qwen3_5_text", dict(HYBRID, tie_word_embeddings=True)),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", dict(NEXT)),
 }
 NAMES = {  # of transformers, and in checkpoints of Qwen3-Next and of DeepSeek
     "enorm.": ("pre_fc_norm_embedding.", "enorm."),
@@ -57,7 +60,7 @@ def make_mtp(folder: Path, family: str, **overrides: object) -> tuple[PreTrained
     """Save a tiny checkpoint with a layer of MTP. Return the models of transformers."""
     model = make_tiny(folder, family, **overrides)
     model.config.num_mtp_layers = 1
-    if family == "qwen3_next":
+    if family.startswith("qwen3_"):
         model.config.mtp_layer_types = ["full_attention"]
     shared = {id(each) for each in model.parameters()}
     torch.manual_seed(1)
@@ -72,14 +75,16 @@ def make_mtp(folder: Path, family: str, **overrides: object) -> tuple[PreTrained
 
 
 def mtp_tensors(mtp: MtpModel, family: str, depth: int) -> dict[str, Tensor]:
-    """Return the tensors of MTP with their names on the Hub."""
-    is_next = family == "qwen3_next"
+    """Return the tensors of MTP with their names on the Hub. Qwen3.5 stacks all experts."""
+    is_next = family.startswith("qwen3_")
     prefix = "mtp." if is_next else f"model.layers.{depth}."
     found: dict[str, Tensor] = {}
     for name, tensor in mtp.layers[0].state_dict().items():
         begin = next(begin for begin in NAMES if name.startswith(begin))
         own = NAMES[begin][not is_next] + name.removeprefix(begin)
-        if own.endswith("experts.gate_up_proj"):
+        if family == "qwen3_5_moe_text" and ".experts." in own:
+            found[own] = tensor.clone()
+        elif own.endswith("experts.gate_up_proj"):
             for expert, gate_up in enumerate(tensor):
                 gate, up = gate_up.chunk(2)
                 at = own.replace("gate_up_proj", str(expert))
@@ -209,10 +214,10 @@ def test_no_tensor_of_mtp_is_invisible(case: str, tmp_path: Path) -> None:
 
     whole = run()
     places = destinations(head, head.WEIGHTS)
-    prefix = "mtp." if family == "qwen3_next" else "model.layers.2."
+    prefix = "mtp." if family.startswith("qwen3_") else "model.layers.2."
     assert places.keys() == {
         name
-        for name in load_file(tmp_path / "model.safetensors")
+        for name, _ in text_tensors(tmp_path / "model.safetensors")
         if name.startswith(prefix) and not name.endswith(COPIES)
     }
     for name, place in places.items():

@@ -64,7 +64,7 @@ def our_logits(steps: Steps, schedule: Schedule) -> list[Tensor]:
 
 def assert_equal_logits(got: list[Tensor], expected: list[Tensor], case: str = "") -> None:
     """For recurrent layers, transformers' own results vary by 2e-4 with the number of steps."""
-    atol = 5e-4 if case.startswith("qwen3_next") else 1e-4
+    atol = 5e-4 if case.startswith(("qwen3_next", "qwen3_5")) else 1e-4
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=atol)
 

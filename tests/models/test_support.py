@@ -35,9 +35,10 @@ def test_the_configs_of_recipes_pass(path: Path) -> None:
 def test_what_is_repeated_without_torch_is_the_same_with_it() -> None:
     tags = [kind.__struct_config__.tag for kind in get_args(Rope)]
     assert tags == [*support.ROPE_TYPES]
-    assert {known.architecture for known in support.KNOWN} == set(MODELS)
+    assert {MODELS[known.architecture] for known in support.KNOWN} == set(MODELS.values())
     served = {read_recipe(name).recipe.model for name in models()}
-    assert served - {known.name for known in support.KNOWN} == {"Qwen/Qwen3-Next-80B-A3B-Thinking"}
+    ids = {name for known in support.KNOWN for name in (known.name, known.fp8)}
+    assert served - ids == {"Qwen/Qwen3-Next-80B-A3B-Thinking"}
 
 
 SMALL, LARGE = (
@@ -66,7 +67,9 @@ MIDDLE = dict(hidden_size=4096, num_hidden_layers=32)  # fmt: skip
         ("DeepseekV32ForCausalLM", {}, "deepseek-ai/DeepSeek-R1"),
         ("DeepseekV2ForCausalLM", SMALL, "deepseek-ai/DeepSeek-R1"),
         ("MiniMaxM1ForCausalLM", {}, "MiniMaxAI/MiniMax-M2"),
-        ("Qwen3_5MoeForConditionalGeneration", {}, "Qwen/Qwen3-Next-80B-A3B-Instruct"),
+        ("Qwen3_5ForSequenceClassification", {"text_config": MIDDLE}, "Qwen/Qwen3.5-9B"),
+        ("Qwen3_5MoeForSequenceClassification", {}, "Qwen/Qwen3.5-122B-A10B"),
+        ("Qwen3NextForSequenceClassification", {}, "Qwen/Qwen3-Next-80B-A3B-Instruct"),
         ("Llama4ForConditionalGeneration", {"text_config": dict(LARGE, num_local_experts=16)},
          "Qwen/Qwen3-235B-A22B"),
         ("Qwen3VLForConditionalGeneration", {"text_config": MIDDLE}, "Qwen/Qwen3-8B"),

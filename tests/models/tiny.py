@@ -62,18 +62,17 @@ V3 = dict(
     qk_rope_head_dim=8,
     v_head_dim=12,
 )
-NEXT = dict(
-    EXPERTS,
+HYBRID = dict(
     num_hidden_layers=4,
     # A smaller value amplifies noise of first tokens, whose states are nearly zero.
     rms_norm_eps=1e-2,
-    shared_expert_intermediate_size=28,
     linear_num_key_heads=2,
     linear_num_value_heads=4,
     linear_key_head_dim=8,
     linear_value_head_dim=12,
     rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25),
 )
+NEXT = dict(HYBRID, **EXPERTS, shared_expert_intermediate_size=28)
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3 gqa 1, head_dim 24": ("qwen3", dict(num_key_value_heads=4, head_dim=24)),
@@ -149,6 +148,24 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3_next 1 value a key, dense between": (
         "qwen3_next",
         dict(NEXT, linear_num_key_heads=4, mlp_only_layers=[1], linear_key_head_dim=16),
+    ),
+    "qwen3_5_text": ("qwen3_5_text", dict(HYBRID)),
+    "qwen3_5_text 3 values a key, tied": (
+        "qwen3_5_text",
+        dict(HYBRID, linear_num_value_heads=6, tie_word_embeddings=True, head_dim=24)
+        | dict(num_hidden_layers=3, layer_types=["full_attention", *["linear_attention"] * 2])
+        | dict(intermediate_size=100, linear_conv_kernel_dim=3),
+    ),
+    "qwen3_5_text that repeats itself": (
+        "qwen3_5_text",
+        dict(HYBRID, num_hidden_layers=2, full_attention_interval=2, tie_word_embeddings=True)
+        | dict(linear_num_value_heads=2, linear_value_head_dim=4, intermediate_size=4),
+    ),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", dict(NEXT)),
+    "qwen3_5_moe_text 13, top 8, shared as wide": (
+        "qwen3_5_moe_text",
+        dict(NEXT, num_experts=13, num_experts_per_tok=8, linear_num_value_heads=2)
+        | dict(shared_expert_intermediate_size=20, num_hidden_layers=2, full_attention_interval=2),
     ),
     "llama llama3 rope": ("llama", dict(rope_parameters=LLAMA3_ROPE)),
 }

@@ -24,7 +24,8 @@ from tests.models.test_parity import LENGTHS, SCHEDULES, our_logits, prompts
 from tests.models.tiny import CASES, COMMON, config_of, make_tiny
 
 COUNTS = {"qwen3_moe": "num_experts", "minimax_m2": "num_local_experts",
-          "deepseek_v3": "n_routed_experts", "qwen3_next": "num_experts"}  # fmt: skip
+          "deepseek_v3": "n_routed_experts", "qwen3_next": "num_experts",
+          "qwen3_5_moe_text": "num_experts"}  # fmt: skip
 
 
 class Meeting:
@@ -87,7 +88,7 @@ def test_ranks_together_compute_the_same_logits(family: str, tp: int, tmp_path: 
     "case",
     [
         *("qwen3_moe", "qwen3_moe 7, top 1, dense between", "minimax_m2 13, top 8, tied"),
-        *("qwen3_next", "qwen3_next 4 values a key, tied"),
+        *("qwen3_next", "qwen3_next 4 values a key, tied", "qwen3_5_moe_text"),
         *("deepseek_v3", "deepseek_v3 q plain, dense 3, yarn 1"),
     ],
 )

@@ -26,7 +26,7 @@ from tests.models.heads import EAGLE3, eagle3_tensors, save_head
 from tests.models.steps import Steps, load
 from tests.models.test_eagle3 import Oracle
 from tests.models.test_mtp import make_mtp, states_of_mtp
-from tests.models.tiny import EXPERTS, M2, NEXT, V3, config_of, make_tiny
+from tests.models.tiny import EXPERTS, HYBRID, M2, NEXT, V3, config_of, make_tiny
 from tests.whole_engine import GREEDY, WholeEngine, prompts_of
 
 HOT = Sampling(temperature=1.0, seed=3)
@@ -38,6 +38,7 @@ EAGLE_TARGETS: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS,
     "minimax_m2": M2,
 }
+SIZES: dict[str, dict[str, Any]] = {"deepseek_v3": V3, "qwen3_next": NEXT, "qwen3_5_text": HYBRID}
 
 
 @dataclass
@@ -69,7 +70,7 @@ def eagle3(folder: Path, family: str) -> Pair:
 
 
 def mtp(folder: Path, family: str) -> Pair:
-    reference, module = make_mtp(folder, family, **(NEXT if family == "qwen3_next" else V3))
+    reference, module = make_mtp(folder, family, **SIZES[family])
 
     def given_of(text: Tensor) -> Tensor:
         return reference.model(text[None]).last_hidden_state[0]
@@ -83,7 +84,7 @@ def mtp(folder: Path, family: str) -> Pair:
 
 CASES = {
     **{f"eagle3 {family}": (eagle3, family) for family in EAGLE_TARGETS},
-    **{f"mtp {family}": (mtp, family) for family in ("deepseek_v3", "qwen3_next")},
+    **{f"mtp {family}": (mtp, family) for family in SIZES},
 }
 
 
@@ -172,7 +173,7 @@ def test_drafts_are_those_of_the_oracle(
     assert recorder.wrong(pair) == []
 
 
-@pytest.mark.parametrize("case", ["eagle3 minimax_m2", "mtp deepseek_v3", "mtp qwen3_next"])
+@pytest.mark.parametrize("case", ["eagle3 minimax_m2", "mtp deepseek_v3", "mtp qwen3_5_text"])
 @pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
 def test_preempted_requests_write_the_same_text(
     case: str, sampling: Sampling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
