@@ -67,7 +67,7 @@ def test_a_budget_is_a_number() -> None:
         load_config(None, ["schedule.mixed_step_tokens=half"])
 
 
-UNMEASURED = "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.5-397b-a17b"
+UNMEASURED = "glm-4.7-flash", "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.5-397b-a17b"
 
 
 def test_recipes_that_were_measured_have_numbers() -> None:

@@ -65,6 +65,7 @@ DRIVEN_BY = {
         nanovllm/layers/rope.py nanovllm/models/__init__.py nanovllm/models/decoder.py
         nanovllm/models/llama.py nanovllm/models/qwen3.py nanovllm/models/qwen3_moe.py
         nanovllm/models/minimax_m2.py nanovllm/models/deepseek_v3.py
+        nanovllm/models/glm4_moe_lite.py nanovllm/models/latent.py
         nanovllm/layers/latent_attention.py nanovllm/layers/stretched_rope.py
         nanovllm/models/qwen3_next.py nanovllm/models/hybrid.py nanovllm/models/sparse.py
         nanovllm/models/scattered.py
@@ -132,7 +133,7 @@ DRIVEN_BY = {
         nanovllm/server/parsers/__init__.py nanovllm/server/parsers/base.py
         nanovllm/server/parsers/json_types.py nanovllm/server/parsers/markers.py
         nanovllm/server/parsers/json_value.py nanovllm/server/parsers/machine.py
-        nanovllm/server/parsers/plain.py""",
+        nanovllm/server/parsers/plain.py nanovllm/server/parsers/xml_call.py""",
     "tests/grammars/test_automata.py": "nanovllm/grammars/regexes.py nanovllm/grammars/texts.py",
     "tests/grammars/test_schema.py": """
         nanovllm/grammars/document.py nanovllm/grammars/facts.py nanovllm/grammars/keywords.py

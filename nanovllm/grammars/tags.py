@@ -10,6 +10,7 @@ these models do not write.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from nanovllm.grammars import texts
@@ -60,12 +61,15 @@ class Parameters:
         schema: object,
         where: str,
         exact: bool,
+        spell: Callable[[str], list[Format]] = lambda text: [constant(text)],
     ) -> None:
         """`syntax`: the text before and after a parameter, with NAME for its name.
 
-        `names`: the names that the model can write.
+        `names`: the names that the model can write. `spell` returns the formats of a text that may
+        have markers.
         """
         self._before, self._after = syntax
+        self._spell = spell
         self._names = names
         self._where = where
         self._reader = read(schema, where, exact=exact)
@@ -100,9 +104,9 @@ class Parameters:
             if not self._names.fullmatch(name):
                 text = f"this model cannot write a parameter named {name!r}"
                 raise SchemaError(self._where, text)
-            begin = constant(self._before.replace("NAME", name))
+            begin = self._spell(self._before.replace("NAME", name))
             join = sequence if is_required else optional
-            made.append(join(begin, value, constant(self._after)))
+            made.append(join(*begin, value, *self._spell(self._after)))
         made += [self._more(names, conj) for names, conj in others]
         return sequence(*made)
 
@@ -118,7 +122,7 @@ class Parameters:
         if name is None:
             return constant("")
         element = sequence(
-            constant(begin), grammar(name), constant(end), value, constant(self._after)
+            *self._spell(begin), grammar(name), *self._spell(end), value, *self._spell(self._after)
         )
         return {"type": "star", "content": element}
 

@@ -2,6 +2,7 @@
 
 MODELS = {
     "DeepseekV3ForCausalLM": "nanovllm.models.deepseek_v3:DeepseekV3",
+    "Glm4MoeLiteForCausalLM": "nanovllm.models.glm4_moe_lite:Glm4MoeLite",
     "LlamaForCausalLM": "nanovllm.models.llama:Llama",
     "MiniMaxM2ForCausalLM": "nanovllm.models.minimax_m2:MiniMaxM2",
     "Qwen3_5ForCausalLM": "nanovllm.models.qwen3_5:Qwen35",

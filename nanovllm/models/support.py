@@ -47,6 +47,7 @@ class Known(Struct, frozen=True):
 
 QWEN3, QWEN3_MOE, LLAMA = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM"
 DEEPSEEK, MINIMAX, NEXT = "DeepseekV3ForCausalLM", "MiniMaxM2ForCausalLM", "Qwen3NextForCausalLM"
+GLM = "Glm4MoeLiteForCausalLM"
 QWEN3_5, QWEN3_5_MOE = "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"
 KNOWN = (
     Known("Qwen/Qwen3-0.6B", QWEN3, 1024, 28),
@@ -74,10 +75,12 @@ KNOWN = (
     Known("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", LLAMA, 8192, 80),
     Known("deepseek-ai/DeepSeek-R1", DEEPSEEK, 7168, 61),
     Known("MiniMaxAI/MiniMax-M2", MINIMAX, 3072, 62),
+    Known("zai-org/GLM-4.7-Flash", GLM, 2048, 47),
 )  # fmt: skip
 # Nearest family of an unsupported architecture: that of the first pattern matching its name.
 NEAREST = (
     (r"Deepseek|Kimi", DEEPSEEK),
+    (r"Glm4MoeLite", GLM),
     (r"MiniMax", MINIMAX),
     (r"Qwen3Next", NEXT),
     (r"Qwen3_?5Moe", QWEN3_5_MOE),

@@ -17,6 +17,7 @@ from msgspec import Struct, structs
 from nanovllm.config import Config, ConfigError
 from nanovllm.server.parsers import PARSERS
 from nanovllm.server.parsers.markers import (
+    ARG_KEY,
     CALL,
     END_HEADER,
     END_THINK,
@@ -51,6 +52,7 @@ CALLS = {
     "minimax_m2": rf'{MINIMAX_CALL}\s*{INVOKE}NAME">',
     "qwen3_coder": rf"{TOOL_CALL}\s*{FUNCTION}NAME>",
     "qwen3": rf'{TOOL_CALL}\s*\{{[^<>]*"NAME"',
+    "glm4_7": rf"{TOOL_CALL}\s*NAME\s*{ARG_KEY}",
     "deepseek_r1": rf"{CALL}\w*{SEPARATOR}NAME\s*{FENCE}json",
     "deepseek_v3_1": rf"{CALL}NAME{SEPARATOR}",
     "llama3": (
@@ -63,11 +65,17 @@ SHOWN = {
     "minimax_m2": rf"{MINIMAX_CALL}\s*<invoke name=",
     "qwen3_coder": rf"{TOOL_CALL}\s*{FUNCTION}",
     "qwen3": rf'{TOOL_CALL}\s*\{{+"name"',
+    "glm4_7": rf"{TOOL_CALL}[^<>]+{ARG_KEY}",
     "deepseek_r1": rf"{CALL}\w*{SEPARATOR}\S+\s*{FENCE}json",
     "deepseek_v3_1": rf"{CALL}\S+{SEPARATOR}",
 }
 # Added tokens specific to the models of one parser, if the template shows no calls at all.
-TOKENS = {"minimax_m2": MINIMAX_CALL, "deepseek_r1": CALL, "qwen3": TOOL_CALL}
+TOKENS = {
+    "minimax_m2": MINIMAX_CALL,
+    "deepseek_r1": CALL,
+    "glm4_7": ARG_KEY,
+    "qwen3": TOOL_CALL,
+}
 ROLES = ("system", "user", "assistant", "tool")
 
 

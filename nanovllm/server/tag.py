@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -156,7 +157,7 @@ class _Writer:
         choice, syntax = self._request.choice_of_tools, self._family.syntax
         if syntax is not None and choice.mode != "none":
             for function in self._functions(choice.names).values():
-                arguments(syntax, function)
+                arguments(syntax, function, {})
 
     def _functions(self, names: tuple[str, ...]) -> dict[str, ToolSchema]:
         found: dict[str, ToolSchema] = {}
@@ -279,15 +280,16 @@ def _call(syntax: Syntax, name: str, function: ToolSchema, ids: Ids) -> list[For
     names = {"NAME": name, "QUOTED": json.dumps(name, ensure_ascii=False)}
     filled = [re.sub("NAME|QUOTED", lambda found: names[found[0]], t) for t in syntax.call]
     before, after = (spelled(text, ids) for text in filled)
-    return [*before, arguments(syntax, function), *after]
+    return [*before, arguments(syntax, function, ids), *after]
 
 
-def arguments(syntax: Syntax, function: ToolSchema) -> Format:
+def arguments(syntax: Syntax, function: ToolSchema, ids: Ids) -> Format:
     """Return the format of a function's arguments. Raise SchemaError."""
     if syntax.style == "json":
         text = compiled(function.schema, function.where, exact=function.exact, is_object=True)
         return grammar(text)
-    return Parameters(syntax.parameter, KEY_NAME, **function._asdict()).form()
+    spell = partial(spelled, ids=ids)
+    return Parameters(syntax.parameter, KEY_NAME, **function._asdict(), spell=spell).form()
 
 
 def _text(value: Any, where: str) -> str:  # noqa: ANN401

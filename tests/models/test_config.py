@@ -88,7 +88,7 @@ M2 = dict(architectures=["MiniMaxM2ForCausalLM"], head_dim=128, num_local_expert
     "case",
     [
         *("qwen3", "llama", "qwen3_moe", "minimax_m2", "deepseek_v3", "qwen3_next"),
-        *("qwen3_5_text", "qwen3_5_moe_text"),
+        *("qwen3_5_text", "qwen3_5_moe_text", "glm4_moe_lite"),
     ],
 )
 def test_what_a_config_leaves_out_is_what_transformers_takes_it_for(

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "deepseek_v3",
         dict(V3, first_k_dense_replace=2, q_lora_rank=None, tie_word_embeddings=True),
     ),
+    "glm4_moe_lite": ("glm4_moe_lite", dict(V3, n_group=1, topk_group=1)),
     "qwen3_next": ("qwen3_next", dict(NEXT)),
     "qwen3_next, one dense": (
         "qwen3_next",
@@ -62,6 +63,7 @@ def make_mtp(folder: Path, family: str, **overrides: object) -> tuple[PreTrained
     model.config.num_mtp_layers = 1
     if family.startswith("qwen3_"):
         model.config.mtp_layer_types = ["full_attention"]
+    model.config.mtp_mlp_layer_types = ["sparse"]
     shared = {id(each) for each in model.parameters()}
     torch.manual_seed(1)
     mtp = MtpModel(model, 1).float().eval()

@@ -126,6 +126,16 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         dict(V3, n_shared_experts=2, num_hidden_layers=3, first_k_dense_replace=2, n_group=1)
         | dict(topk_group=1, norm_topk_prob=False, num_experts_per_tok=4, qk_nope_head_dim=10),
     ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        dict(V3, n_group=1, topk_group=1, rope_parameters=None, v_head_dim=20),
+    ),
+    "glm4_moe_lite 5, top 2, dense 2, tied": (
+        "glm4_moe_lite",
+        dict(V3, n_group=1, topk_group=1, n_routed_experts=5, num_experts_per_tok=2)
+        | dict(mlp_layer_types=["dense", "sparse", "dense"], num_hidden_layers=3)
+        | dict(tie_word_embeddings=True, qk_nope_head_dim=24, rms_norm_eps=1e-5),
+    ),
     "qwen3_next": ("qwen3_next", dict(NEXT)),
     "qwen3_next 4 values a key, tied": (
         "qwen3_next",

@@ -25,7 +25,7 @@ from tests.models.tiny import CASES, COMMON, config_of, make_tiny
 
 COUNTS = {"qwen3_moe": "num_experts", "minimax_m2": "num_local_experts",
           "deepseek_v3": "n_routed_experts", "qwen3_next": "num_experts",
-          "qwen3_5_moe_text": "num_experts"}  # fmt: skip
+          "qwen3_5_moe_text": "num_experts", "glm4_moe_lite": "n_routed_experts"}  # fmt: skip
 
 
 class Meeting:
@@ -89,7 +89,7 @@ def test_ranks_together_compute_the_same_logits(family: str, tp: int, tmp_path: 
     [
         *("qwen3_moe", "qwen3_moe 7, top 1, dense between", "minimax_m2 13, top 8, tied"),
         *("qwen3_next", "qwen3_next 4 values a key, tied", "qwen3_5_moe_text"),
-        *("deepseek_v3", "deepseek_v3 q plain, dense 3, yarn 1"),
+        *("deepseek_v3", "deepseek_v3 q plain, dense 3, yarn 1", "glm4_moe_lite"),
     ],
 )
 def test_experts_over_two_ranks_compute_the_same_logits(case: str, ep: int, tmp_path: Path) -> None:
@@ -106,7 +106,8 @@ def test_experts_over_two_ranks_compute_the_same_logits(case: str, ep: int, tmp_
     models = [load(tmp_path, mesh) for mesh in meshes]
     moe = models[1].layers[-1 if "dense 3" in case else 1].mlp  # type: ignore[union-attr]
     inner = 20 if ep > 1 else 10
-    count = 10 + (family == "deepseek_v3") if ep == 1 else 5  # the shared expert is one of them
+    has_shared = family in ("deepseek_v3", "glm4_moe_lite")
+    count = 10 + has_shared if ep == 1 else 5  # the shared expert is one of them
     assert list(moe.experts.gate_up.shape) == [count, 2 * inner, 64]
 
     def run(rank: int) -> list[Tensor]:

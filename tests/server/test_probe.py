@@ -39,6 +39,9 @@ CALLS = {
     "minimax_m2": '<minimax:tool_call>\n<invoke name="{{ f.name }}">\n'
     + ITEMS
     + '<parameter name="{{ k }}">{{ v }}</parameter>\n{% endfor %}</invoke>\n</minimax:tool_call>',
+    "glm4_7": "<tool_call>{{ f.name }}"
+    + ITEMS
+    + "<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>{% endfor %}</tool_call>",
     "deepseek_r1": f"{CALLS_BEGIN}{CALL}{{{{ c.type }}}}{SEPARATOR}{{{{ f.name }}}}\n```json\n"
     + DUMPED
     + f"\n```{CALL_END}{CALLS_END}",
@@ -112,6 +115,7 @@ def test_calls_are_tried_without_tools_if_these_are_refused(tmp_path, renderer) 
     [
         ('{{ tools }}So: <tool_call>\n{"name": N, "arguments": A}\n</tool_call>', "qwen3"),
         ("{{ tools }}So: <tool_call>\n<function=N>", "qwen3_coder"),
+        ("{{ tools }}So: <tool_call>{name}\n<arg_key>{key}</arg_key>", "glm4_7"),
         ('{{ tools }}So: <minimax:tool_call>\n<invoke name="N">', "minimax_m2"),
     ],
 )
@@ -125,6 +129,7 @@ def test_instructions_count_where_the_history_shows_no_calls(
     ("token", "parser"),
     [
         ("<minimax:tool_call>", "minimax_m2"),
+        ("<arg_key>", "glm4_7"),
         (CALL, "deepseek_r1"),
         ("<tool_call>", "qwen3"),
         ("<x>", "thinking"),

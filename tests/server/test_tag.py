@@ -21,6 +21,7 @@ from nanovllm.server.protocol import ChatRequest, parse_request
 from nanovllm.server.served import Served
 from nanovllm.server.tag import structural_tag
 from nanovllm.wire import Ready
+from tests.server.calls_as_text import FAMILIES, qwen3
 
 VOCAB = 2048
 READY = Ready(
@@ -52,13 +53,6 @@ SAY = {
 }
 OPEN = "<think>\n"  # the prompt ends inside thinking
 OVER = "<think>\n\n</think>\n\n"  # the prompt ends after thinking
-CALLS, CALL, SEP, END_CALL, END = (
-    "<\uff5ctool\u2581calls\u2581begin\uff5c>",
-    "<\uff5ctool\u2581call\u2581begin\uff5c>",
-    "<\uff5ctool\u2581sep\uff5c>",
-    "<\uff5ctool\u2581call\u2581end\uff5c>",
-    "<\uff5ctool\u2581calls\u2581end\uff5c>",
-)
 
 
 def tool(name, schema, strict=True):
@@ -145,55 +139,6 @@ def called(name, arguments) -> list:
 # -- calls, in the syntax of each family -----------------------------------------------------------
 
 
-def qwen3(*calls):
-    return "\n".join(
-        f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-        for name, arguments in calls
-    )
-
-
-def deepseek(*calls):
-    several = "\n".join(
-        f"{CALL}function{SEP}{name}\n```json\n{arguments}\n```{END_CALL}"
-        for name, arguments in calls
-    )
-    return f"{CALLS}{several}{END}"
-
-
-def deepseek_v3_1(*calls):
-    several = "".join(f"{CALL}{name}{SEP}{arguments}{END_CALL}" for name, arguments in calls)
-    return f"{CALLS}{several}{END}"
-
-
-def coder(*calls):
-    def parameters(arguments):
-        given = json.loads(arguments)
-        return "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in given.items())
-
-    return "\n".join(
-        f"<tool_call>\n<function={name}>\n{parameters(arguments)}</function>\n</tool_call>"
-        for name, arguments in calls
-    )
-
-
-def minimax(*calls):
-    def parameters(arguments):
-        given = json.loads(arguments)
-        return "".join(f'<parameter name="{k}">{v}</parameter>\n' for k, v in given.items())
-
-    several = "".join(
-        f'<invoke name="{name}">\n{parameters(arguments)}</invoke>\n' for name, arguments in calls
-    )
-    return f"<minimax:tool_call>\n{several}</minimax:tool_call>"
-
-
-FAMILIES = {
-    "qwen3": qwen3,
-    "deepseek_r1": deepseek,
-    "deepseek_v3_1": deepseek_v3_1,
-    "qwen3_coder": coder,
-    "minimax_m2": minimax,
-}
 ONE, TWO = ("add", '{"a": 1, "b": 2}'), ("add", '{"a": 3}')
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -281,7 +226,7 @@ def test_tools_without_strict_are_best_effort(family) -> None:
     assert allows(text, tools=[tool("add", {"type": "object"})], **fields)
 
 
-@pytest.mark.parametrize("family", ["qwen3_coder", "minimax_m2"])
+@pytest.mark.parametrize("family", ["qwen3_coder", "minimax_m2", "glm4_7"])
 def test_parameters_in_xml(family) -> None:
     write = FAMILIES[family]
     fields = {"tools": TOOLS, "tool_choice": "required", "family": family, "turn": OVER}
@@ -297,7 +242,7 @@ def test_parameters_in_xml(family) -> None:
         {"text": "x", "times": 0},
         {"text": "x", "times": "two"},
         {"text": "x", "at": [25]},
-        {"text": "x</parameter> y"},
+        {"text": "x</arg_value> y" if family == "glm4_7" else "x</parameter> y"},
     ):
         assert not allows(write(("say", json.dumps(bad))), **fields), bad
 
@@ -377,6 +322,7 @@ def test_no_added_token_is_possible_inside_json_or_text() -> None:
     [
         ("qwen3_coder", "<tool_call>\n<function=say>\n<parameter=text>\nA"),
         ("minimax_m2", '<minimax:tool_call>\n<invoke name="say">\n<parameter name="text">A'),
+        ("glm4_7", "<tool_call>say<arg_key>text</arg_key><arg_value>A"),
     ],
 )
 def test_no_added_token_is_possible_inside_a_raw_parameter(family, start) -> None:

@@ -38,7 +38,7 @@ def test_the_same_tools_are_refused_whatever_the_choice(family, choice) -> None:
     assert bool(made.grammar) == (choice != "auto")
 
 
-@pytest.mark.parametrize("family", ["qwen3_coder", "minimax_m2"])
+@pytest.mark.parametrize("family", ["qwen3_coder", "minimax_m2", "glm4_7"])
 def test_parameters_in_xml_that_nobody_names(family) -> None:
     schema = {
         "type": "object",

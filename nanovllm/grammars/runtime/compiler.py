@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 # Compiler threads run without the interpreter's lock.
 COMPILER_THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
 # Spelling of tokens that raw text may not contain. The byte 0xff occurs in no text, and xgrammar
-# excludes the enclosed tag from text in which it otherwise allows any byte.
-UNWRITTEN = b"\xff</parameter>\xff"
+# excludes the enclosed tags, one a family, from text in which it otherwise allows any byte.
+UNWRITTEN = b"\xff</parameter></arg_value>\xff"
 MASK_S = 0.02  # of CPU time; usual masks take 0.05 ms
 SEARCH_S = 0.15  # of CPU time, to find the most expensive mask of a grammar
 REMEDY = "repeat classes of characters alone, as in [a-z]*, not among alternatives"

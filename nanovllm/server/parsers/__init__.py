@@ -9,6 +9,7 @@ PARSERS = {  # recipe name -> "module:attribute", imported on first use
     "minimax_m2": "nanovllm.server.parsers.xml_calls:MINIMAX_M2",
     "deepseek_r1": "nanovllm.server.parsers.json_calls:DEEPSEEK_R1",
     "deepseek_v3_1": "nanovllm.server.parsers.json_calls:DEEPSEEK_V3_1",
+    "glm4_7": "nanovllm.server.parsers.glm_calls:GLM4_7",
     "llama3": "nanovllm.server.parsers.json_calls:LLAMA3",
     "thinking": "nanovllm.server.parsers.plain:THINKING",
 }

@@ -6,7 +6,9 @@ Parsers read and write them, and probe.py finds them in chat templates.
 from __future__ import annotations
 
 THINK, END_THINK = "<think>", "</think>"
-TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"  # Qwen
+TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"  # Qwen, GLM
+ARG_KEY, END_ARG_KEY = "<arg_key>", "</arg_key>"  # GLM
+ARG_VALUE, END_ARG_VALUE = "<arg_value>", "</arg_value>"  # GLM
 FUNCTION, END_FUNCTION = "<function=", "</function>"  # Qwen3-Coder
 MINIMAX_CALL, END_MINIMAX_CALL = "<minimax:tool_call>", "</minimax:tool_call>"
 INVOKE, END_INVOKE = '<invoke name="', "</invoke>"  # MiniMax

@@ -243,8 +243,28 @@ def xml(rng: Random, typed: list[str], *, minimax: bool) -> tuple[list[str], lis
     return [*pieces, Mark(opener.replace("<", "</"))], calls
 
 
+def glm(rng: Random, typed: list[str]) -> tuple[list[str], list]:
+    name = rng.choice(NAMES)
+    arguments: dict[str, object] = {}
+    pieces: list[str] = [Mark("<tool_call>"), name, rng.choice(["\n", ""])]
+    for key in rng.sample([*SCHEMA["properties"], "what is this"], rng.randrange(5)):
+        raw, value = xml_value(rng, key, typed)
+        arguments[key] = value if name == "f" else raw
+        pieces += [Mark("<arg_key>"), key, Mark("</arg_key>"), rng.choice(["\n", ""])]
+        pieces += [Mark("<arg_value>"), raw, Mark("</arg_value>"), rng.choice(["\n", ""])]
+    return [*pieces, Mark("</tool_call>")], [(name, arguments)]
+
+
+def glm_call(*parameters: tuple[str, str]) -> str:
+    body = "".join(
+        f"<arg_key>{name}</arg_key><arg_value>{value}</arg_value>" for name, value in parameters
+    )
+    return f"<tool_call>f{body}</tool_call>"
+
+
 CALLS = {
     "qwen3": tagged,
+    "glm4_7": glm,
     "qwen3_coder": lambda rng, typed: xml(rng, typed, minimax=False),
     "minimax_m2": lambda rng, typed: xml(rng, typed, minimax=True),
     "deepseek_r1": fenced,

@@ -10,7 +10,7 @@ from nanovllm.server.parsers import PARSERS
 from nanovllm.server.parsers.base import CallPart, CallStart, Event, Reasoning, Text
 from nanovllm.server.parsers.machine import OutputParser
 from nanovllm.server.parsers.markers import CALL, CALL_END, CALLS_BEGIN, SEPARATOR
-from tests.server.parsers.generated_outputs import family_of, marks_of
+from tests.server.parsers.generated_outputs import family_of, glm_call as glm, marks_of
 
 
 def merged(events: list[Event]) -> list[Event]:
@@ -330,11 +330,13 @@ VALUES = [  # schema, text, value
 
 
 @pytest.mark.parametrize(("schema", "text", "meaning"), VALUES, ids=lambda x: str(x)[:30])
-@pytest.mark.parametrize("family", ["qwen3_coder", "minimax_m2"])
+@pytest.mark.parametrize("family", ["qwen3_coder", "minimax_m2", "glm4_7"])
 def test_a_parameter_means_what_its_schema_says(family, schema, text, meaning) -> None:
     block = coder(parameter("x", text))
     if family == "minimax_m2":
         block = minimax(f'<parameter name="x">{text}</parameter>')
+    if family == "glm4_7":
+        block = glm(("x", text))
     start, part = seen(family, block, schema={"x": schema})
     assert start == CallStart("f")
     assert json.loads(part.text) == {"x": meaning}
@@ -407,6 +409,7 @@ def test_a_call_is_open_until_its_arguments_are_whole(name) -> None:
     written = {
         "minimax_m2": minimax('<parameter name="a">1</parameter>'),
         "qwen3_coder": coder(parameter("a", "1")),
+        "glm4_7": glm(("a", "1")),
         "deepseek_r1": f'{CALLS_BEGIN}{CALL}x{SEPARATOR}f\n```json\n{{"a": "1"}}\n```{CALL_END}',
         "deepseek_v3_1": f'{CALLS_BEGIN}{CALL}f{SEPARATOR}{{"a": "1"}}{CALL_END}',
         "llama3": '{"name": "f", "parameters": {"a": "1"}}',
