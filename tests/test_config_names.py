@@ -23,13 +23,7 @@ from nanovllm.server.parsers import PARSERS
 from nanovllm.server.probe import parser_of
 
 ROOT = Path(__file__).parents[1]
-SHIPPED = (
-    "deepseek-r1, demo, glm-4.7-flash, minimax-m2, paper, qwen3-0.6b, qwen3-235b-a22b, "
-    "qwen3-30b-a3b, qwen3-32b, "
-    "qwen3-8b, qwen3-next-80b-a3b-thinking, qwen3-next-80b-a3b, qwen3.5-27b, qwen3.5-35b-a3b, "
-    "qwen3.5-397b-a17b, r1-distill-llama-70b, "
-    "r1-distill-llama-8b"
-)
+SHIPPED = ", ".join(path.stem for path in sorted((ROOT / "recipes").glob("*.yaml")))
 
 
 def refused(named: str | None, *overrides: str, **flags: object) -> str:

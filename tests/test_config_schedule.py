@@ -67,7 +67,11 @@ def test_a_budget_is_a_number() -> None:
         load_config(None, ["schedule.mixed_step_tokens=half"])
 
 
-UNMEASURED = "glm-4.7-flash", "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.5-397b-a17b"
+UNMEASURED = (
+    *("deepseek-r1-0528", "deepseek-v3", "deepseek-v3-0324", "deepseek-v3.1", "glm-4.7-flash"),
+    *("minimax-m2.1", "minimax-m2.5", "minimax-m2.7"),
+    *("qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.5-397b-a17b"),
+)
 
 
 def test_recipes_that_were_measured_have_numbers() -> None:

@@ -73,8 +73,15 @@ KNOWN = (
     Known("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", LLAMA, 4096, 32),
     Known("meta-llama/Llama-3.1-70B-Instruct", LLAMA, 8192, 80),
     Known("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", LLAMA, 8192, 80),
+    Known("deepseek-ai/DeepSeek-V3", DEEPSEEK, 7168, 61),
+    Known("deepseek-ai/DeepSeek-V3-0324", DEEPSEEK, 7168, 61),
+    Known("deepseek-ai/DeepSeek-V3.1", DEEPSEEK, 7168, 61),
     Known("deepseek-ai/DeepSeek-R1", DEEPSEEK, 7168, 61),
+    Known("deepseek-ai/DeepSeek-R1-0528", DEEPSEEK, 7168, 61),
     Known("MiniMaxAI/MiniMax-M2", MINIMAX, 3072, 62),
+    Known("MiniMaxAI/MiniMax-M2.1", MINIMAX, 3072, 62),
+    Known("MiniMaxAI/MiniMax-M2.5", MINIMAX, 3072, 62),
+    Known("MiniMaxAI/MiniMax-M2.7", MINIMAX, 3072, 62),
     Known("zai-org/GLM-4.7-Flash", GLM, 2048, 47),
 )  # fmt: skip
 # Nearest family of an unsupported architecture: that of the first pattern matching its name.

@@ -125,6 +125,8 @@ class Template:
         if request.reasoning_effort is not None:
             options.setdefault("reasoning_effort", request.reasoning_effort)
             options.setdefault("enable_thinking", request.reasoning_effort != "none")
+        if "enable_thinking" in options:  # templates of DeepSeek-V3.1 read the other name
+            options.setdefault("thinking", options["enable_thinking"])
         options |= self._files.special
         options["messages"] = [self._as_dict(message) for message in request.messages]
         options["tools"] = None if request.tool_choice == "none" else request.tools or None
