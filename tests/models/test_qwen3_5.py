@@ -27,6 +27,7 @@ from tests.models.steps import Steps, load
 from tests.models.test_parity import SCHEDULES, assert_equal_logits, our_logits, prompts
 from tests.models.tiny import COMMON, HYBRID, NEXT, config_of, make_loud
 from tests.parallel.test_mesh import Meeting, ThreadMesh
+from tests.whole_engine import WholeEngine, prompts_of
 
 VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64)
 VISION |= dict(num_position_embeddings=16, patch_size=2)
@@ -105,6 +106,38 @@ def test_text_of_a_model_with_an_image_encoder(
     assert_equal_logits(found, expected, family)
     said = f"left out {len(visual)} tensors of the image encoder: only text is served"
     assert len(visual) == 21 and caplog.text.count(said) == tp
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_of_a_whole_engine(family: str, tmp_path: Path) -> None:
+    """Prompts in chunks, a second turn with cache hits, and preemption. Some texts are masked."""
+    model = make_wrapped(tmp_path, family)
+    prompts = [[*prompt, *prompt][:60] for prompt in prompts_of(6, 5)]
+    masked = {i: i % 3 == 2 for i in range(6)}
+    expected = [text_of(model, prompt, 14, even=masked[i]) for i, prompt in enumerate(prompts)]
+    for pages in (62, 300):
+        engine = WholeEngine(config_of(tmp_path), pages=pages, slots=5, step_tokens=24)
+        for turn in range(3):
+            for i, prompt in enumerate(prompts):
+                engine.submit(10 * turn + i, prompt, 14, grammar="even" if masked[i] else "")
+            engine.run()
+        for name, text in engine.text.items():
+            assert text == expected[name % 10], name
+        hits = [name for name, cached in engine.cached.items() if cached]
+        assert engine.scheduler.stats().num_preemptions > 0 if pages == 62 else len(hits) >= 6
+
+
+@torch.inference_mode()
+def text_of(model: PreTrainedModel, prompt: list[int], count: int, *, even: bool) -> list[int]:
+    """Return transformers' greedy text; of even tokens only, as WholeEngine's masks allow."""
+    ids = list(prompt)
+    for _ in range(count):
+        logits = model(torch.tensor([ids])).logits[0, -1]
+        logits[1::2] = -torch.inf if even else logits[1::2]
+        best, second = logits.topk(2).values
+        assert best - second > 1e-3, "a near tie: choose another prompt"
+        ids.append(int(logits.argmax()))
+    return ids[len(prompt) :]
 
 
 def read_and_cut(folder: Path, ep: int) -> None:

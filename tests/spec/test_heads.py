@@ -87,6 +87,8 @@ CASES = {
     **{f"mtp {family}": (mtp, family) for family in SIZES},
 }
 
+BATCHED = "eagle3 qwen3", "mtp deepseek_v3", "mtp qwen3_next", "mtp qwen3_5_text"
+
 
 class Recorder:
     """Recorder of the drafts that a drafter proposes."""
@@ -244,7 +246,7 @@ def test_a_tap_after_the_last_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     found = {}
-    for case in ("eagle3 qwen3", "mtp deepseek_v3", "mtp qwen3_next"):
+    for case in BATCHED:
         make, family = CASES[case]
         found[case] = make(tmp_path_factory.mktemp(family), family)
     return found
@@ -252,7 +254,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
 
 @settings(max_examples=8, deadline=None)
 @given(
-    case=st.sampled_from(["eagle3 qwen3", "mtp deepseek_v3", "mtp qwen3_next"]),
+    case=st.sampled_from(BATCHED),
     wish=st.sampled_from(list(WISHES)),
     pages=st.integers(30, 60),
     page_tokens=st.sampled_from([4, 8]),
