@@ -70,7 +70,7 @@ def test_a_budget_is_a_number() -> None:
 UNMEASURED = (
     *("deepseek-r1-0528", "deepseek-v3", "deepseek-v3-0324", "deepseek-v3.1", "glm-4.7-flash"),
     *("minimax-m2.1", "minimax-m2.5", "minimax-m2.7"),
-    *("qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.5-397b-a17b"),
+    *("qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.5-397b-a17b", "qwen3.6-27b", "qwen3.6-35b-a3b"),
 )
 
 
