@@ -16,11 +16,13 @@ from typing import Any, Literal
 
 from msgspec import Struct, field, structs
 
-from nanovllm import checkpoint, disk_cache, experts, hosts, hub, recipes, speculate
+from nanovllm import checkpoint, disk_cache, experts, hosts, hub, recipes, roles, speculate
 from nanovllm.adapters.section import Adapters as Adapters, check_runtime, located
 from nanovllm.disk_cache import Disk as Disk
 from nanovllm.experts import Experts as Experts
 from nanovllm.hub import Check
+from nanovllm.roles import TransferRole as TransferRole
+from nanovllm.schedule import Auto, Schedule as Schedule
 from nanovllm.speculate import Drafts as Drafts, Speculate as Speculate
 from nanovllm.typed_yaml import (
     NOT_JSON as NOT_JSON,
@@ -32,7 +34,6 @@ from nanovllm.typed_yaml import (
 )
 
 DEMO = recipes.PACKAGE / "demo"  # the embedded default model: config, weights, tokenizer, template
-Auto = Literal["auto"]
 MOST_TOKENS = 32768  # default context length, if the model's own is longer
 
 
@@ -75,20 +76,6 @@ class Cache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host_gib: float = 0.0
     disk: Disk | None = None  # below host memory; see disk_cache.py
     prefix: bool = True
-
-
-class Schedule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    slots: int | Auto = "auto"  # maximum running requests; auto: 16 on a CPU, 512 on a GPU
-    # Token budget of a step. auto: 512 on a CPU, 8192 on a GPU, 16384 for models with experts.
-    step_tokens: int | Auto = "auto"
-    # Token budget of a step that also decodes. auto: by measured step times (engine/pace.py). A
-    # step with prompts then takes less than four without. A prompt takes at most four times as
-    # long as its tokens alone. On a host too slow for both, only the latter holds.
-    mixed_step_tokens: int | Auto = "auto"
-    depth: int = 1  # steps planned ahead of the device; 0 = never overlap
-    max_queue: int = 4096  # maximum waiting requests; further ones are refused (503)
-    ageing_s: float = 1.0  # seconds of waiting that raise priority by one level
-    overtake_steps: int = 64  # steps in which others may pass a request that lacks pages
 
 
 class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -179,6 +166,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     paper: Paper = Paper()
     speculate: Speculate | None = None
     adapters: Adapters | None = None  # LoRA adapters, which requests choose by `model`
+    transfer: TransferRole | None = None  # prefill and decode on two servers; see roles.py
 
     @property
     def num_drafts(self) -> int:
@@ -349,6 +337,7 @@ def _check_ranges(recipe: Recipe) -> None:
     hosts.check(recipe.server.allowed_origins, recipe.server.allowed_hosts)
     experts.check(recipe.experts, recipe.load.format, recipe.parallel.tp, recipe.parallel.ep)
     disk_cache.check(recipe.cache.disk, host_gib=recipe.cache.host_gib)
+    roles.check(recipe.transfer, recipe.cache.host_gib, recipe.cache.disk, recipe.parallel.dp)
     if recipe.speculate is not None:
         speculate.check(recipe.speculate, recipe.engine)
 
@@ -364,22 +353,6 @@ def without_eager(kernels: Kernels) -> Kernels:
     names = (name for name in kernels.__struct_fields__ if getattr(kernels, name) == "auto")
     chosen = {name: "torch" for name in names if name != "decode"}
     return structs.replace(kernels, **chosen, cuda_graphs=False)
-
-
-def given_or(value: int | Auto, otherwise: int) -> int:
-    return otherwise if value == "auto" else value
-
-
-def resolve_schedule(schedule: Schedule, *, on_cpu: bool, most: int = 8192) -> Schedule:
-    """Return the schedule without "auto", except for mixed_step_tokens.
-
-    No value exceeds step_tokens. `most` is the default of step_tokens on a GPU.
-    """
-    most = given_or(schedule.step_tokens, 512 if on_cpu else most)
-    mixed = schedule.mixed_step_tokens
-    mixed = mixed if mixed == "auto" else min(mixed, most)
-    slots = min(given_or(schedule.slots, 16 if on_cpu else 512), most)
-    return structs.replace(schedule, slots=slots, step_tokens=most, mixed_step_tokens=mixed)
 
 
 def resolve_context(asked: int | Auto, model_tokens: int, cache_tokens: int, cure: str) -> int:
@@ -475,6 +448,10 @@ def given_api_key() -> str | None:
     """
     key = os.environ.get("NANOVLLM_API_KEY")
     return usable_key(key, "NANOVLLM_API_KEY") if key else None
+
+
+def given_transfer_secret() -> str | None:
+    return os.environ.get("NANOVLLM_TRANSFER_SECRET")
 
 
 def usable_key(key: str, named: str) -> str:

@@ -61,6 +61,8 @@ class Generate(Struct, frozen=True, tag="gen", array_like=True):
     salt: str = ""  # requests share cached pages only within equal salts
     grammar: str = ""  # a structural tag (JSON) that the text must match from its first token
     adapter: str = ""  # name of an adapter; empty: the model alone
+    lends: bool = False  # hold its pages for a decode server, if this is a prefill server
+    ticket: str = ""  # of a prefill server that has computed the prompt
 
 
 class Abort(Struct, frozen=True, tag="abort", array_like=True):
@@ -115,6 +117,7 @@ class Finish(Struct, frozen=True, array_like=True):
 
     request_id: int
     reason: FinishReason
+    handover: str = ""  # kv_transfer_params of the answer, in JSON; "" if no pages are held
 
 
 class Refusal(Struct, frozen=True, array_like=True):
@@ -177,6 +180,7 @@ class Stats(Struct, frozen=True, kw_only=True):
     # than computing). Of rank 0: "host.store_bytes", "host.load_bytes", and the time of the copies
     # in seconds, "host.store_s" and "host.load_s". With a disk, also "disk.hit_tokens",
     # "disk.stored", "disk.loaded", "disk.dropped" and "disk.failed", which mean the same.
+    # On a decode server their names begin with "peer."
     tiers: dict[str, float] = {}
     adapter_slots: int = 0  # maximum adapters on the device
     # Requests by adapter: "running", "waiting". Names of unloaded adapters are left out.

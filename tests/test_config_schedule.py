@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from nanovllm.bench.plan import with_numbers_of_a_gpu
-from nanovllm.config import ConfigError, Schedule, load_config, resolve_schedule
+from nanovllm.config import ConfigError, Schedule, load_config
 from nanovllm.engine import paper
 from nanovllm.runner.resolved import resolved, without_autos
+from nanovllm.schedule import resolve_schedule
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 

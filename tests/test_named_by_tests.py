@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"nanovllm": "tests", "kernels/nanovllm_kernels": "tests/kernels"}
 DRIVEN_BY = {
     "tests/test_config_names.py": "nanovllm/experts.py nanovllm/recipes.py nanovllm/typed_yaml.py",
+    "tests/test_config_schedule.py": "nanovllm/schedule.py",
     "tests/adapters/test_mixed_batches.py": """
         nanovllm/layers/lora.py nanovllm/models/adapter_layout.py
         nanovllm/runner/adapters.py kernels/nanovllm_kernels/adapters/reference.py""",
@@ -106,6 +107,8 @@ DRIVEN_BY = {
         nanovllm/kv/disk/folder.py nanovllm/kv/disk/format.py nanovllm/kv/disk/health.py
         nanovllm/kv/disk/index.py nanovllm/kv/disk/limits.py""",
     "tests/runner/test_room.py": "nanovllm/kv/layout.py",
+    "tests/end_to_end/test_prefill_decode.py": "nanovllm/engine/tickets.py",
+    "tests/transfer/test_remote_pages.py": "nanovllm/transfer/lender.py",
     "tests/transfer/test_page_client.py": """
         nanovllm/transfer/messages.py
         nanovllm/transfer/page_server.py nanovllm/transfer/sealed.py""",

@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from nanovllm.config import Auto, Cache, Config, Disk, Schedule, Server, Speculate, load_config
+from nanovllm.config import Cache, Config, Disk, Schedule, Server, Speculate, load_config
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.ranks import RankedExecutor, mesh_of
 from nanovllm.kv.hybrid import memory_of
@@ -21,6 +21,7 @@ from nanovllm.plan import Masks
 from nanovllm.runner.build import Built, build
 from nanovllm.sched.lanes import planner_of
 from nanovllm.sched.scheduler import Scheduler
+from nanovllm.schedule import Auto
 from nanovllm.wire import FinishReason, Generate, Sampling, StepOutput, TokenLogprobs
 
 GREEDY = Sampling(temperature=0.0)
@@ -73,8 +74,7 @@ class WholeEngine:
         self.runner = built.runner
         is_first = place is not None and place.rank == 0
         executor = RankedExecutor(self.runner, place) if is_first else self.runner
-        self.vocab_size = built.vocab_size
-        self.num_masked = 0
+        self.vocab_size, self.num_masked = built.vocab_size, 0
         make = partial(
             Scheduler,
             num_slots=slots,
@@ -82,15 +82,17 @@ class WholeEngine:
             max_model_tokens=max_tokens,
             drafts=recipe.drafts,
             adapters=recipe.adapters,
+            lender=self.runner.lender,
         )
         memory = partial(memory_of, built.layout, built.recipe.cache, executor.disk)
         self.scheduler = planner_of(make, memory, self.mesh.lanes, recipe.parallel)
         if isinstance(self.scheduler, Scheduler):
             self.memory = self.scheduler.memory
         self.loop = EngineLoop(self.scheduler, executor, self.collect, self, depth)
+        self.loop.measures = False  # plans do not depend on the speed of this machine
         self.text: dict[int, list[int]] = {}
         self.cached, self.finish = dict[int, int](), dict[int, FinishReason]()
-        self.logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.logprobs, self.handovers = dict[int, list[TokenLogprobs]](), dict[int, str]()
 
     def fill(self, rows: list[tuple[int, list[int]]]) -> Masks:
         """Return masks that allow even tokens only. Part of the Masker interface."""
@@ -112,6 +114,7 @@ class WholeEngine:
         for entry in out.logprobs:
             self.logprobs.setdefault(entry.request_id, []).append(entry)
         self.finish |= {f.request_id: f.reason for f in out.finished}
+        self.handovers |= {f.request_id: f.handover for f in out.finished if f.handover}
 
     def submit(
         self,

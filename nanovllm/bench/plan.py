@@ -16,15 +16,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from nanovllm.bench.gpus import CPU, Gpu
-from nanovllm.config import (
-    Config,
-    ConfigError,
-    Kernels,
-    Recipe,
-    Schedule,
-    given_or,
-    resolve_schedule,
-)
+from nanovllm.config import Config, ConfigError, Kernels, Recipe, Schedule
 from nanovllm.engine.paper import resolve
 from nanovllm.kv.split import Split, decode_bytes, num_paged, room_for_pages, running_bytes
 from nanovllm.layers.experts.products import weight_traffic
@@ -34,6 +26,7 @@ from nanovllm.parallel.mesh import Mesh, first_rank
 from nanovllm.runner.adapters import bank_bytes
 from nanovllm.runner.resolved import GIB, Resolved, resolved
 from nanovllm.runner.room import need_of, step_bytes
+from nanovllm.schedule import given_or, resolve_schedule
 
 WEIGHTS, STEP, OTHERS, GRAPHS = "weights", "full step", "CUDA and others", "graphs"
 STATES, LOGPROBS, ADAPTERS = "running states", "log-probabilities", "adapters"

@@ -30,6 +30,7 @@ from nanovllm.parallel.places import num_ranks
 RECIPE_KEYS = {
     "device": "device", "tp": "parallel.tp", "dp": "parallel.dp", "load_format": "load.format",
     "eager": "kernels.eager",
+    "role": "transfer.role",
     **{name: f"server.{name}" for name in ("host", "port", "api_key", "log_format")},
 }  # fmt: skip
 
@@ -150,6 +151,13 @@ def write_record(path: Path | None, began: datetime, **fields: Any) -> None:  # 
     metavar="N",
     group="Server",
     help="Listen on this port (default 8000). 0 picks a free one.",
+)
+@option(
+    "--role",
+    metavar="ROLE",
+    group="Server",
+    help="With a recipe's section transfer: prefill computes prompts for other servers, decode "
+    "reads their pages.",
 )
 @option(
     "--api-key",

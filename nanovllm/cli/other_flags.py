@@ -342,7 +342,7 @@ SERVERS: Table = {
     "Other": (
         never("kv-transfer-config kv-events-config kv-sharing-* disaggregation-* ec-* "
               "mooncake-* enable-pd* pdmux-* enable-kv-cache-sharding enable-linker-* "
-              "num-reserved-decode-tokens", "one server computes prompts and answers"),
+              "num-reserved-decode-tokens", "use --role and a recipe's section transfer"),
         never("dllm-* diffusion-config engram-config modelopt-* forward-hooks additional-config "
               "scheduler-cls *nsight* sm-group-num aux-output-config task "
               "*fault-tolerance* fail-on-environ-validation decrypted-* engine-info-* "

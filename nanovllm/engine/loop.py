@@ -103,6 +103,7 @@ class EngineLoop:
         self.pace = pace
         self.max_queue = max_queue
         self.now = now  # seconds; arrival times order the queue
+        self.measures = True  # step times go to the scheduler; False: it plans without a clock
         self.clock = StepClock()  # host time per part of a step
         self.progress = StepProgress()
         self.recent = Recent(scheduler, executor, now)
@@ -201,7 +202,7 @@ class EngineLoop:
                 self.pace.measured(step.num_decoded, step.num_prompt, step.handle.busy_s)
             if self.scheduler.has_tiers and not step.num_decoded:
                 self.scheduler.computed(step.num_prompt, step.handle.busy_s)
-            is_typical = not (step.was_idle or step.num_prompt)
+            is_typical = self.measures and not (step.was_idle or step.num_prompt)
             period_s = step.handle.busy_s + bubble_s if is_typical else 0.0
             output = self.scheduler.complete(result, period_s)
             self.recent.completed(step.handle, bubble_s, output, self.clock.spent_s)

@@ -19,18 +19,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from nanovllm.checkpoint import text_fields
-from nanovllm.config import (
-    NOT_JSON,
-    Config,
-    ConfigError,
-    Recipe,
-    given_or,
-    resolve_context,
-    resolve_schedule,
-)
+from nanovllm.config import NOT_JSON, Config, ConfigError, Recipe, resolve_context
 from nanovllm.grammars.runtime.matching import tokens_of
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.plan import Int32, Masks, Moved, Moves, StepPlan, StepResult, mode_key
+from nanovllm.schedule import given_or, resolve_schedule
 from nanovllm.tokenizer import read_tokenizer
 from nanovllm.wire import Generate
 
@@ -75,7 +68,7 @@ class PaperExecutor:
         self._ends_at = 0.0  # end of the latest step
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
-        self.disk = None
+        self.disk = self.lender = self.remote = None
 
     def vet(self, request: Generate) -> None:
         """Accept every request."""
@@ -129,6 +122,8 @@ def build(config: Config) -> tuple[PaperExecutor, Recipe, int, CacheLayout]:
     """Return the same as process.build. The cache layout has no bytes per page and no states."""
     if config.recipe.cache.host_gib:
         raise ConfigError("cache.host_gib is for engine: model; engine: paper has no bytes to keep")
+    if config.recipe.transfer is not None:
+        raise ConfigError("transfer is for engine: model; engine: paper has no bytes to send")
     path = Path(config.config_path)
     try:
         raw = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])

@@ -20,12 +20,13 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from nanovllm.config import Config, Recipe, given_or
+from nanovllm.config import Config, Recipe
 from nanovllm.engine import paper
 from nanovllm.engine.adapters import AdapterChanges, ReadAdapter
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.pace import PaceKeeper, pace_of
+from nanovllm.engine.tickets import Tickets, tickets_of
 from nanovllm.grammars.runtime.masks import Grammars
 from nanovllm.grammars.runtime.queue import CompileOutcome, Failure
 from nanovllm.ipc.channel import BlockingConnection, Listener
@@ -35,9 +36,13 @@ from nanovllm.kv.tiers import Below
 from nanovllm.log import fields
 from nanovllm.look import Look
 from nanovllm.parallel.places import Place
+from nanovllm.roles import hidden
 from nanovllm.sched.lanes import planner_of
 from nanovllm.sched.planner import Planner
 from nanovllm.sched.scheduler import Scheduler
+from nanovllm.schedule import given_or
+from nanovllm.transfer.leases import Lease
+from nanovllm.transfer.lender import Lender
 from nanovllm.wire import (
     WORKER_BITS,
     Abort,
@@ -73,7 +78,7 @@ class Left(NamedTuple):
     worker: int
 
 
-Mail = ToEngine | Waited | Joined | Left | ReadAdapter | None
+Mail = ToEngine | Waited | Joined | Left | Lease | ReadAdapter | None
 
 
 class Supervised(Protocol):
@@ -105,7 +110,7 @@ def main(
     gc.disable()  # objects built at startup are never garbage
     executor, recipe, vocab_size, layout = build(config, place)
     schedule = recipe.schedule
-    scheduler = scheduler_of(recipe, layout, place, executor.disk)
+    scheduler = scheduler_of(recipe, layout, place, executor.disk, lender=executor.lender)
     grammars = Grammars(
         tokenizer_dir=Path(config.tokenizer_dir),
         vocab_size=vocab_size,
@@ -136,8 +141,11 @@ def main(
         pace=pace_of(schedule, recipe.device),
         max_queue=schedule.max_queue,
         stays=supervisor is not None,
+        tickets=tickets_of(executor, recipe),
     )
     engine.adapters.folders |= message.adapters
+    if executor.lender is not None:
+        executor.lender.call_when_ended(engine.lease_ended)
     if supervisor is not None:
         supervisor.watch_steps(engine.loop.progress.late_s)
         supervisor.on_leave(engine.leave)
@@ -153,7 +161,12 @@ def main(
 
 
 def scheduler_of(
-    recipe: Recipe, layout: CacheLayout, place: Place, disk: Below | None = None
+    recipe: Recipe,
+    layout: CacheLayout,
+    place: Place,
+    disk: Below | None = None,
+    *,
+    lender: Lender | None = None,
 ) -> Planner:
     """Return the scheduler of a resolved recipe, with one part per lane."""
     schedule = recipe.schedule
@@ -167,6 +180,7 @@ def scheduler_of(
         ageing_s=schedule.ageing_s,
         overtake_steps=schedule.overtake_steps,
         adapters=recipe.adapters,
+        lender=lender,
     )
     memory = partial(memory_of, layout, recipe.cache, disk)
     return planner_of(make, memory, place.lanes, recipe.parallel)
@@ -174,6 +188,7 @@ def scheduler_of(
 
 def ready_message(recipe: Recipe, served_name: str, vocab_size: int, lanes: int) -> Ready:
     """Return the engine's first message, for worker 0. `recipe` is resolved."""
+    shown = msgspec.structs.replace(recipe, transfer=hidden(recipe.transfer))
     return Ready(
         worker=0,
         model=served_name,
@@ -182,7 +197,7 @@ def ready_message(recipe: Recipe, served_name: str, vocab_size: int, lanes: int)
         num_pages=int(recipe.cache.pages) * lanes,
         page_tokens=int(recipe.cache.page_tokens),
         num_slots=int(recipe.schedule.slots) * lanes,
-        recipe=msgspec.json.encode(recipe).decode(),
+        recipe=msgspec.json.encode(shown).decode(),
         adapters={} if recipe.adapters is None else {name: name for name in recipe.adapters.names},
     )
 
@@ -232,6 +247,7 @@ class Engine:
         pace: PaceKeeper | None,
         max_queue: int = 1 << 30,
         stays: bool = False,
+        tickets: Tickets | None = None,
     ) -> None:
         """`connections` are workers 0, 1, ...; with `stays` others may join until `leave`."""
         self.scheduler = scheduler
@@ -253,6 +269,7 @@ class Engine:
         self._inbox = queue.SimpleQueue[Mail]()
         self._outboxes: dict[int, queue.SimpleQueue[FromEngine | None]] = {}
         self._stays = stays
+        self._tickets = tickets
         self._stats_due = 0.0
         for worker, connection in enumerate(connections):
             self._join(Joined(worker, connection))
@@ -272,6 +289,10 @@ class Engine:
     def join(self, joined: Joined) -> None:
         """Serve one more API process. May be called from any thread."""
         self._inbox.put(joined)
+
+    def lease_ended(self, lease: Lease) -> None:
+        """Return the pages of a lease to the pool. May be called from any thread."""
+        self._inbox.put(lease)
 
     def leave(self) -> None:
         """End when the last API process has disconnected. May be called from any thread."""
@@ -307,6 +328,8 @@ class Engine:
                 return
             case Joined():
                 self._join(message)
+            case Lease():
+                self.scheduler.take_back(message.pages)
             case Left(worker):
                 self._drop(worker)
             case Generate():
@@ -319,6 +342,8 @@ class Engine:
                     self._start(request, outcome)
             case Abort(request_id) if request_id in self._compiling:
                 self._compiling.remove(request_id)
+                if self._tickets is not None:
+                    self._tickets.pages.settle(request_id)
                 self.grammars.queue.leave(request_id)
             case _:
                 self.loop.handle(message)
@@ -331,6 +356,8 @@ class Engine:
 
     def _receive(self, request: Generate) -> None:
         """Refuse, compile or start a request. One whose grammar compiles counts as waiting."""
+        if self._tickets is not None and request.ticket:
+            self._tickets.offer(request)
         if not self.loop.has_room_for(request, len(self._compiling)):
             return
         if request.grammar:
@@ -374,6 +401,8 @@ class Engine:
 
     def publish(self, output: StepOutput) -> None:
         """Send each API process its part of a step, in one message, if it has any."""
+        if self._tickets is not None:
+            self._tickets.published(output)
         if output.stats is None and time.monotonic() >= self._stats_due:
             self._stats_due = time.monotonic() + STATS_EVERY_S
             output = msgspec.structs.replace(output, stats=self.stats())

@@ -107,7 +107,8 @@ class RankedExecutor:
         self.vet: Callable[[Generate], None] = own.vet
         self.steps_by_mode: Counter[str] = own.steps_by_mode if place.lanes == 1 else Counter()
         self.padded_tokens = 0
-        self.disk = None  # build refuses cache.disk with several ranks
+        self.disk = None  # build refuses cache.disk with several ranks, and transfer
+        self.lender = self.remote = None
         self._loads: list[ExpertLoad | None] = [None] * (place.lanes - 1)
 
     def expert_load(self, *, wait: bool) -> ExpertLoad | None:

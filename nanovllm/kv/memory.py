@@ -25,7 +25,7 @@ computes one token. The copy is needed because the owner goes on writing to its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -364,6 +364,24 @@ class KVMemory:
         for page in pages:
             self._forget(page)
             self.pool.blank(page)
+
+    def lend(self, request_id: int, num_pages: int) -> tuple[list[int], Key]:
+        """Hold the first pages of a request once more. Return them, and the key of the last one.
+
+        Return no pages if they are not all registered.
+        """
+        holding = self._holdings.get(request_id)
+        if holding is None or not 0 < num_pages <= holding.num_named:
+            return [], b""
+        pages = holding.pages[:num_pages]
+        for page in pages:
+            self.pool.hold(page)
+        return pages, holding.keys.full(num_pages - 1)
+
+    def take_back(self, pages: Sequence[int]) -> None:
+        """Drop pages that `lend` returned."""
+        self._num_releases += 1
+        self._drop(list(pages))
 
     def release(self, request_id: int) -> None:
         self._num_releases += 1

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nanovllm.config import Cache, ConfigError, Recipe, given_or
+from nanovllm.config import Cache, ConfigError, Recipe
 from nanovllm.kv.layout import CacheLayout
+from nanovllm.schedule import given_or
 
 HOST_ALIGNED = 4096  # bytes; most file systems need it for direct I/O
 

@@ -61,7 +61,13 @@ COUNTERS = (
 
 
 class Below(Protocol):
-    """The tier below host memory, such as a disk."""
+    """The tier below host memory: a disk, or with `is_remote` other engines.
+
+    Pages of other engines are never written. They were computed for a request, so they are read
+    without a comparison of costs.
+    """
+
+    is_remote: bool
 
     def holds(self, key: Key) -> bool:
         """Return True if a page can be read. Do not wait."""
@@ -144,12 +150,17 @@ class HostTier:
         They are kept here, or on the tier below if it can be read and slots for them can be had.
         """
         found: list[Key] = []
+        num_fetched = 0
         room = len(self._free) + len(self._kept) - len(self._readers) if self.below else 0
         for index in range(first, end):
             key = keys.full(index)
             room -= 1  # a kept page of the load cannot be evicted, a fetched one needs a slot
-            if key not in self._kept and (room < 0 or not self._is_below(key)):
+            is_kept = key in self._kept
+            if room < 0 and (num_fetched or not is_kept):
                 break
+            if not is_kept and not self._is_below(key):
+                break
+            num_fetched += not is_kept
             found.append(key)
         return found
 
@@ -165,6 +176,8 @@ class HostTier:
 
         Without keys, only the loads in progress count.
         """
+        if self.below is not None and self.below.is_remote and self.num_fetched(keys):
+            return True
         pages = len(keys) + sum(len(load.pages) for load in self.loads.values())
         fetched = self.num_fetched(keys) + sum(len(load.fetched) for load in self.loads.values())
         return self.costs.is_worth(num_tokens, pages, fetched)
@@ -356,7 +369,7 @@ class HostTier:
 
     def note_checked(self, keys: Iterable[Key]) -> None:
         """Queue pages for a write whose tokens have all been checked."""
-        if self.below is None:
+        if self.below is None or self.below.is_remote:
             return
         if len(self._checked) > self.most_queued:
             self._checked.clear()  # most are of pages whose stores were dropped
@@ -444,9 +457,11 @@ class HostTier:
         """Return wire.Stats.tiers without the number of arriving requests."""
         names = [name for name in COUNTERS if self.below or not name.startswith("disk.")]
         found: dict[str, float] = dict.fromkeys(names, 0.0)
+        found |= self.counts
+        if self.below is not None and self.below.is_remote:
+            found = {name.replace("disk.", "peer."): value for name, value in found.items()}
         return {
             **found,
-            **self.counts,
             "host.pages": self.num_slots,
             "host.pages_used": self.num_slots - len(self._free),
             "host.page_bytes": self.page_bytes,

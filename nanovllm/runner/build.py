@@ -17,7 +17,7 @@ from nanovllm_kernels.compile_cache import use_folder
 from nanovllm_kernels.device import FOLLOWING
 
 from nanovllm.attention.paged import CUTE_ROWS
-from nanovllm.config import Config, Recipe, cache_dir, given_or
+from nanovllm.config import Config, Recipe, cache_dir
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.kv.split import Split, num_host_pages
 from nanovllm.layers.describe import products
@@ -34,11 +34,13 @@ from nanovllm.runner.graphs import graph_sizes, largest_graph, obstacles, piecew
 from nanovllm.runner.invariance import check_products, check_states
 from nanovllm.runner.precompile import compile_in_background, jobs_of
 from nanovllm.runner.resolved import Resolved, num_pages_that_fit, resolved
+from nanovllm.runner.roles import lender_of, remote_of
 from nanovllm.runner.room import check_room
 from nanovllm.runner.runner import Runner
 from nanovllm.runner.transfer import HostPages, Mover
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling.shards import Shard
+from nanovllm.schedule import given_or
 from nanovllm.spec.base import Drafter, drafter_of
 from nanovllm.spec.model_base import DraftModel
 from nanovllm.spec.model_drafter import ModelDrafter
@@ -71,6 +73,8 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
     adapters = adapters_of(found.recipe, model)
     runner, recipe = with_caches(found, model, draft_model, adapters)
     add_tiers(runner, config, found)
+    pages = HostPages(runner.caches, 0)
+    runner.lender = lender_of(config, found, pages, int(recipe.cache.pages))
     sized = time.perf_counter()
     own = found.model_config.max_position_embeddings
     log.info(
@@ -235,9 +239,11 @@ def with_caches(
 
 
 def add_tiers(runner: Runner, config: Config, found: Resolved) -> None:
-    """Allocate pages in host memory and open the disk, if the recipe has them."""
+    """Allocate pages in host memory, and open the disk or connect to peers, as the recipe asks."""
     if count := num_host_pages(found.recipe.cache, found.layout, found.page_tokens):
-        runner.mover = Mover(HostPages(runner.caches, count), disk_of(config, found))
+        pages = HostPages(runner.caches, count)
+        open_below = remote_of(config, found, pages.page_bytes) or disk_of(config, found)
+        runner.mover = Mover(pages, open_below)
 
 
 def cpu_threads(recipe: Recipe, model: Decoder) -> int:

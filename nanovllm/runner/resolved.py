@@ -20,16 +20,7 @@ from torch import nn
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.choose import choose_backend
 from nanovllm.attention.grouped import bytes_of_element
-from nanovllm.config import (
-    Auto,
-    Cache,
-    Config,
-    ConfigError,
-    Recipe,
-    given_or,
-    resolve_context,
-    resolve_schedule,
-)
+from nanovllm.config import Cache, Config, ConfigError, Recipe, resolve_context
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.kv.split import Split, num_host_pages, room_for_pages, running_bytes
 from nanovllm.layers.kernels import BESIDE, OPERATIONS, fastest, reason, select_ops
@@ -40,6 +31,7 @@ from nanovllm.models.weights import default_dtype
 from nanovllm.parallel.cut import check_cut
 from nanovllm.parallel.mesh import Mesh, first_rank
 from nanovllm.registry import resolve
+from nanovllm.schedule import Auto, given_or, resolve_schedule
 from nanovllm.spec import DRAFT_LOADERS
 from nanovllm.spec.model_base import DraftLoader, DraftModel
 

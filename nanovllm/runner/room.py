@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from nanovllm_kernels.products.library_linear import ADDED_LINEAR
 
-from nanovllm.config import ConfigError, given_or
+from nanovllm.config import ConfigError
 from nanovllm.kv.split import Split, host_page_bytes, num_host_pages, running_bytes
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.resolved import GIB, Resolved
+from nanovllm.schedule import given_or
 
 NO_LIMIT = 1 << 60  # control groups without a limit report a larger number
 WORKSPACE = 32 << 20  # cuBLAS workspace that torch allocates

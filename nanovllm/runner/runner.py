@@ -31,6 +31,8 @@ from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling.vetting import Vetting
 from nanovllm.spec.base import Drafter, DraftStep
 from nanovllm.spec.model_base import DraftModel, StreamTaps
+from nanovllm.transfer.lender import Lender
+from nanovllm.transfer.remote_pages import RemotePages
 from nanovllm.wire import Generate
 
 
@@ -92,6 +94,7 @@ class Runner:
         self.caches = caches
         self.states = states or NoStates()
         self.mover: Mover | NoTiers = NoTiers()  # set by build for cache.host_gib
+        self.lender: Lender | None = None  # set by build for transfer.role prefill
         own, by_layer = len(model.layers), {**caches.by_layer, **self.states.by_layer}
         model.bind_caches({n: cache for n, cache in by_layer.items() if n < own})
         if draft_model is not None:
@@ -145,6 +148,12 @@ class Runner:
     def expert_load(self, *, wait: bool) -> ExpertLoad | None:
         """Return the latest load of experts that is available, or with `wait` the present one."""
         return self.experts.newest(wait=wait)
+
+    @property
+    def remote(self) -> RemotePages | None:
+        """The pages of other engines, on a decode server."""
+        below = self.mover.disk
+        return below if isinstance(below, RemotePages) else None
 
     @property
     def disk(self) -> Below | None:

@@ -30,6 +30,7 @@ from nanovllm.kv.split import HOST_ALIGNED
 from nanovllm.plan import Copies, Moved, Moves, Write
 from nanovllm.runner.caches import Caches, pin
 from nanovllm.runner.results import Event, HostEvent
+from nanovllm.transfer.remote_pages import RemotePages
 
 PIECE_BYTES = 64 << 30  # of one allocation: CUDA fails to pin 512 GiB at once
 
@@ -109,7 +110,7 @@ class Mover:
     def __init__(
         self,
         host: HostPages,
-        open_disk: Callable[[Callable[[], None]], DiskStore] | None = None,
+        open_disk: Callable[[Callable[[], None]], DiskStore | RemotePages] | None = None,
     ) -> None:
         self.host = host
         self._wake: Callable[[], object] = lambda: None
@@ -192,11 +193,13 @@ class Mover:
         self._wake()
 
     def _fetch(self, copies: Copies) -> None:
-        """Begin to read a load's pages from the disk."""
+        """Begin to read a load's pages from the tier below."""
         assert self.disk is not None
-        fetch = PendingLoad(copies, time.perf_counter(), len(copies.fetches))
-        for key, slot in copies.fetches:
-            self._reads[self.disk.read(key, self.host.payload(slot))] = fetch
+        fetch = PendingLoad(copies, time.perf_counter(), 0)
+        pages = [(key, self.host.payload(slot)) for key, slot in copies.fetches]
+        for ticket in self.disk.read_all(pages):
+            self._reads[ticket] = fetch
+            fetch.left += 1
 
     def _write(self, write: Write) -> None:
         assert self.disk is not None
@@ -207,7 +210,7 @@ class Mover:
         else:
             self._writes[ticket] = write.ticket
 
-    def _poll_disk(self, disk: DiskStore) -> None:
+    def _poll_disk(self, disk: DiskStore | RemotePages) -> None:
         for ticket, ok in disk.poll():
             if (write := self._writes.pop(ticket, 0)) > 0:
                 self._moved.append(Moved(write, ok=ok))

@@ -176,6 +176,9 @@ class Lanes:
     def moves(self) -> None:
         """Return None: lanes have no tiers below the device."""
 
+    def take_back(self, pages: Sequence[int]) -> None:
+        raise ValueError("lanes lend no pages")
+
     def moved(self, moved: Moved) -> None:
         raise ValueError(f"lanes have no transfer {moved.ticket}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -87,6 +88,10 @@ class Planner(Protocol):
 
     def moved(self, moved: Moved) -> None:
         """Process the end of a transfer."""
+        ...
+
+    def take_back(self, pages: Sequence[int]) -> None:
+        """Release pages whose lease has ended."""
         ...
 
     def computed(self, num_tokens: int, seconds: float) -> None:

@@ -7,8 +7,10 @@ now, releases pages whose last writes were not checked. These are zeroed before 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Protocol
 
 from nanovllm.kv.memory import Found, KVMemory
 from nanovllm.plan import CORRUPTED, Admit, Chunk, Grant, Moved
@@ -17,6 +19,17 @@ from nanovllm.sched.decoding import Decoding
 from nanovllm.sched.policy import LOOKED_AT, ByUrgency, urgency, worth_waiting
 from nanovllm.sched.request import Request, State, arrive
 from nanovllm.wire import Finish, FinishReason, Generate, Refusal, RefusalKind, Started, StepOutput
+
+
+class PageLender(Protocol):
+    """Grants leases of pages to decode servers."""
+
+    def lend(self, request: str, pages: Sequence[int], text: bytes, num_tokens: int) -> str:
+        """Return the object of the answer in JSON, or "" without a lease.
+
+        `text` is the key of the last page.
+        """
+        ...
 
 
 @dataclass(slots=True)
@@ -50,8 +63,10 @@ class Queue:
         ageing_s: float,
         overtake_steps: int,
         min_saved_tokens: int,
+        lender: PageLender | None = None,
     ) -> None:
         self.memory = memory
+        self.lender = lender
         self.decoding = decoding
         self.adapters = adapters
         self.max_model_tokens = max_model_tokens
@@ -320,7 +335,8 @@ class Queue:
     def retire(self, request: Request, reason: FinishReason) -> None:
         """End a request. Results that are still in flight for it are dropped."""
         del self.by_id[request.id]
-        self.events.finished.append(Finish(request.id, reason))
+        handover = self._lend(request, reason) if request.spec.lends else ""
+        self.events.finished.append(Finish(request.id, reason, handover))
         if request.state is State.WAITING:
             self.waiting.remove(request)
             request.state = State.FINISHED
@@ -333,6 +349,21 @@ class Queue:
         else:
             self.memory.mark_unverified(request.id, request.written)
         self.memory.release(request.id)
+
+    def _lend(self, request: Request, reason: FinishReason) -> str:
+        """Return the handover of a request that has ended. Its leading pages stay held."""
+        is_whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if self.lender is None or not is_whole:
+            return ""
+        memory = self.memory
+        num_pages = (request.num_prompt - 1) // memory.page_tokens  # D computes the last token
+        pages, text = memory.lend(request.id, num_pages)
+        if not pages:
+            return ""
+        num_tokens = num_pages * memory.page_tokens
+        if not (handover := self.lender.lend(str(request.id), pages, text, num_tokens)):
+            memory.take_back(pages)
+        return handover
 
     def _leave(self, request: Request, state: State) -> None:
         """Free a request's slot, and change its state."""

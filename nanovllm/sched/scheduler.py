@@ -52,7 +52,7 @@ sampled tokens.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 import numpy as np
@@ -76,7 +76,7 @@ from nanovllm.sched.adapters import adapter_slots
 from nanovllm.sched.decoding import Decoding, Flight, Rows, rows_of
 from nanovllm.sched.planner import Snapshot
 from nanovllm.sched.policy import MIN_SAVED_TOKENS, prompt_budget
-from nanovllm.sched.queue import OpenPlan, Queue
+from nanovllm.sched.queue import OpenPlan, PageLender, Queue
 from nanovllm.sched.request import Request, State
 from nanovllm.speculate import Drafts
 from nanovllm.wire import (
@@ -115,6 +115,7 @@ class Scheduler:
         overtake_steps: int = 64,
         min_saved_tokens: int = MIN_SAVED_TOKENS,
         adapters: Adapters | None = None,
+        lender: PageLender | None = None,
     ) -> None:
         self.memory = memory
         self.has_tiers = memory.has_tiers
@@ -133,6 +134,7 @@ class Scheduler:
             ageing_s=ageing_s,
             overtake_steps=overtake_steps,
             min_saved_tokens=min_saved_tokens,
+            lender=lender,
         )
         self._step = self._generated = self._fed = 0
         self._steps_by_tokens = [0] * (len(STEP_TOKENS) + 1)
@@ -290,6 +292,10 @@ class Scheduler:
     def moved(self, moved: Moved) -> None:
         """Process the end of a transfer."""
         self.queue.moved(moved)
+
+    def take_back(self, pages: Sequence[int]) -> None:
+        """Release pages whose lease has ended."""
+        self.memory.take_back(pages)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Note the device time of a step that computed only prompts, `num_tokens` in all."""

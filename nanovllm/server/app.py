@@ -247,6 +247,8 @@ class App:
         one.
         """
         request, prompt = await self._prompted(scope, receive)
+        if request.transfer.role == "prefill":
+            return request.for_prefill, prompt
         if request.constrained_by is not None or request.tools:
             prompt = await asyncio.get_running_loop().run_in_executor(
                 self._threads, partial(with_grammar, request, prompt, self._served)

@@ -69,6 +69,7 @@ class Choice:
         self._writer = writer
         self.reason = ""  # finish reason; "" = running
         self.failure: ApiError | None = None
+        self.handover = ""  # kv_transfer_params of the answer, in JSON
         self._is_cut = False  # a stop string ended the text
         self._request = request
         self._prompt_ids = prompt.ids if request.return_token_ids else []
@@ -121,6 +122,7 @@ class Choice:
         return self._is_cut
 
     def finish(self, finish: Finish) -> None:
+        self.handover = finish.handover
         if finish.reason in FAILURES:
             self.reason = "error"
             text, code = FAILURES[finish.reason]

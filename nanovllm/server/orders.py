@@ -65,6 +65,8 @@ def generates(
             salt=request.cache_salt or "",
             grammar=prompt.grammar,
             adapter=served.adapter_of(request),
+            lends=request.transfer.role == "prefill",
+            ticket=request.transfer.ticket or "" if request.transfer.role == "decode" else "",
         )
         for index, request_id in enumerate(ids)
     ]

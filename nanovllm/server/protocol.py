@@ -15,13 +15,14 @@ from functools import cached_property
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from nanovllm.server.errors import ApiError, bad_body, bad_value, misplaced, unknown_model
 from nanovllm.server.parsers.base import FUNCTION_NAME
 from nanovllm.server.ranges import Range, check_biases, check_token_ids, ranges
 from nanovllm.server.tool_choice import ToolChoice, tool_choice
 from nanovllm.server.unsupported import Unsupported, check_unsupported
+from nanovllm.transfer.params import PLAIN, TransferParams, parse_params
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024  # matching costs up to this per token
@@ -32,7 +33,8 @@ FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")  # echoed in a header
+# Echoed in a header. Routers put the addresses of two servers in it.
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,256}")
 
 
 class Part(Struct, frozen=True):
@@ -124,6 +126,7 @@ class ChatRequest(Unsupported, frozen=True, kw_only=True, dict=True):
     stream_interval: int | None = None
     structured_outputs: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
+    kv_transfer_params: Any = None  # of routers between prefill and decode servers
 
     @property
     def stops(self) -> list[str]:
@@ -143,6 +146,41 @@ class ChatRequest(Unsupported, frozen=True, kw_only=True, dict=True):
         """The validated `tool_choice`. Raise ApiError."""
         names = [tool["function"]["name"] for tool in self.tools or ()]
         return tool_choice(self.tool_choice, names)
+
+    @cached_property
+    def transfer(self) -> TransferParams:
+        """The validated `kv_transfer_params`. Raise ApiError."""
+        if self.kv_transfer_params is None:
+            return PLAIN
+        try:
+            return parse_params(self.kv_transfer_params)
+        except ValueError as error:
+            text = str(error)
+            raise ApiError(400, text, param="kv_transfer_params", code="invalid_value") from None
+
+    @property
+    def for_prefill(self) -> ChatRequest:
+        """The part of the request that a prefill server computes: one token after the prompt.
+
+        Nothing is left that could be refused because of the missing rest of the text.
+        """
+        return structs.replace(
+            self,
+            n=1,
+            max_tokens=1,
+            max_completion_tokens=None,
+            min_tokens=None,
+            stop=None,
+            logprobs=None,
+            top_logprobs=None,
+            response_format=None,
+            structured_outputs=None,
+            thinking_token_budget=None,
+            tools=None,
+            tool_choice=None,
+            bad_words=None,
+            allowed_token_ids=None,
+        )
 
     @property
     def constrained_by(self) -> str | None:
@@ -253,7 +291,7 @@ def _check_sampling(request: ChatRequest) -> None:
         raise bad_value("bad_words", text, request.bad_words)
     if request.top_logprobs and not request.logprobs:
         raise bad_value("top_logprobs", "0 unless logprobs is true", request.top_logprobs)
-    limit = request.token_limit
+    limit = None if request.transfer.role == "prefill" else request.token_limit
     if request.min_tokens is not None and limit is not None and request.min_tokens > limit:
         raise bad_value("min_tokens", f"at most max_tokens, here {limit}", request.min_tokens)
 
@@ -282,7 +320,7 @@ def _check_output(request: ChatRequest) -> None:
         raise bad_value("cache_salt", "a string of 1 to 128 characters", salt)
     if request.request_id is not None and not REQUEST_ID.fullmatch(request.request_id):
         raise bad_value(
-            "request_id", "1 to 128 characters of A-Z a-z 0-9 . _ -", request.request_id
+            "request_id", "1 to 256 characters of A-Z a-z 0-9 . _ : -", request.request_id
         )
     _check_format(request)
     _check_tools(request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 
 class Function(Struct, frozen=True):
@@ -71,4 +71,5 @@ class ChatCompletion(Struct, frozen=True):
     choices: list[AnswerChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    kv_transfer_params: Raw | UnsetType = UNSET
     object: str = "chat.completion"

@@ -207,6 +207,7 @@ class Stream:
 
     def _body(self) -> bytes:
         wanted = bool(self._request.logprobs)
+        handover = self.choices[0].handover
         completion = ChatCompletion(
             id=self._response_id,
             created=self._created,
@@ -214,6 +215,7 @@ class Stream:
             choices=[writer.choice(with_logprobs=wanted) for writer in self._whole],
             usage=self.tally.usage(),
             prompt_token_ids=self._prompt_ids or UNSET,
+            kv_transfer_params=msgspec.Raw(handover.encode()) if handover else UNSET,
         )
         return msgspec.json.encode(completion)
 

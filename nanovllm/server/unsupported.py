@@ -54,7 +54,6 @@ class Unsupported(Struct, frozen=True, kw_only=True):
     guided_json: Any = None
     guided_regex: Any = None
     json_schema: Any = None
-    kv_transfer_params: Any = None
     length_penalty: Any = 1
     logits_processors: Any = None
     logprob_token_ids: Any = None

@@ -22,6 +22,7 @@ class Fetch:
     number: int
     ticket: Ticket
     buffers: Sequence[memoryview]  # of the caller, one a page
+    places: Sequence[int] = ()  # of the pages in the ticket's list, in rising order
     state: Literal["queued", "running", "done"] = "queued"
 
 
@@ -37,6 +38,7 @@ class Fetches:
         self._changed = threading.Condition()
         self._queue: deque[Fetch] = deque()
         self._running: Fetch | None = None
+        self._kept: set[int] = set()  # leases of requests that wait for their fetch
         self.engine: str | None = None  # that the connection leads to
         self._is_closed = False
 
@@ -53,9 +55,15 @@ class Fetches:
         with self._changed:
             if self.engine != fetch.ticket.engine:
                 return False
+            self._kept.discard(fetch.ticket.generation)
             self._queue.append(fetch)
             self._changed.notify_all()
             return True
+
+    def keep(self, generation: int) -> None:
+        """Include a lease in heartbeats before its fetch, which ends that."""
+        with self._changed:
+            self._kept.add(generation)
 
     def take(self, timeout_s: float) -> Fetch | None:
         """Return the next fetch; None after `timeout_s`. It is running now, or done already."""
@@ -73,7 +81,7 @@ class Fetches:
         """Return the leases that are still wanted, for a heartbeat."""
         with self._changed:
             wanted = [*self._queue, *([self._running] if self._running else [])]
-            return [f.ticket.generation for f in wanted if f.state != "done"]
+            return [*self._kept, *(f.ticket.generation for f in wanted if f.state != "done")]
 
     def copy(self, fetch: Fetch, place: int, data: memoryview) -> bool:
         """Copy a page to the caller's buffer. Return False if the fetch is done."""
@@ -106,6 +114,7 @@ class Fetches:
         """End all fetches, since the connection is lost; their leases end by their expiry."""
         with self._changed:
             self.engine = None
+            self._kept.clear()
             fetches = [*self._queue, *([self._running] if self._running else [])]
             self._queue.clear()
         for fetch in fetches:

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -84,18 +84,29 @@ class PageClient:
         """Return True if there is a connection to this engine."""
         return self._peer_of(engine) is not None
 
-    def fetch(self, ticket: Ticket, buffers: Sequence[memoryview]) -> int:
+    def keep(self, ticket: Ticket) -> None:
+        """Extend the lease of a ticket until it is fetched or declined."""
+        peer = self._peer_of(ticket.engine)
+        if peer is not None:
+            peer.fetches.keep(ticket.generation)
+
+    def fetch(
+        self, ticket: Ticket, buffers: Sequence[memoryview], places: Sequence[int] | None = None
+    ) -> int:
         """Read the ticket's pages into buffers of `page_bytes` each. Return a number for `poll`.
+
+        `places` are those of the wanted pages in the ticket's list, in rising order; None: all.
 
         The buffers must stay valid until the number is polled or cancelled. Their content is valid
         only if the result is True.
         """
         number = next(self._numbers)
         views = [memoryview(buffer).cast("B") for buffer in buffers]
-        if len(views) != len(ticket.pages) or any(len(v) != self._page_bytes for v in views):
-            raise ValueError(f"{len(ticket.pages)} buffers of {self._page_bytes} bytes are needed")
+        wanted = range(len(ticket.pages)) if places is None else places
+        if len(views) != len(wanted) or any(len(v) != self._page_bytes for v in views):
+            raise ValueError(f"{len(wanted)} buffers of {self._page_bytes} bytes are needed")
         peer = self._peer_of(ticket.engine)
-        fetch = Fetch(number, ticket, views)
+        fetch = Fetch(number, ticket, views, wanted)
         if peer is not None:
             self._open[number] = peer, fetch
         if peer is None or not peer.fetches.add(fetch):
@@ -207,17 +218,17 @@ class PeerReader:
 
     def _fetch(self, fetch: Fetch) -> bool:
         """Read all pages. Return False if the lease ended meanwhile, or the fetch was cancelled."""
-        generation, count = fetch.ticket.generation, len(fetch.buffers)
-        for first in range(0, count, WINDOW):
-            num_wanted = min(WINDOW, count - first)
-            self._connection.send(encode(ReadPages(generation, first, num_wanted)))
-            for place in range(first, first + num_wanted):
+        generation, at = fetch.ticket.generation, 0
+        for first, count in windows(fetch.places):
+            self._connection.send(encode(ReadPages(generation, first, count)))
+            for place in range(first, first + count):
                 message, data = self._receive(PageBytes, EndedLeases)
                 if isinstance(message, EndedLeases):
                     return False
                 if message != PageBytes(generation, place) or len(data) != self._limits.page_bytes:
                     raise PeerError("protocol", "it sent another page")
-                self.fetches.copy(fetch, place, data)
+                self.fetches.copy(fetch, at, data)
+                at += 1
             if not self.fetches.is_running(fetch):
                 return False
             if time.monotonic() - self._last_heartbeat > self._limits.heartbeat_s:
@@ -241,3 +252,16 @@ class PeerReader:
         if not isinstance(message, kinds):
             raise PeerError("protocol", f"it sent {type(message).__name__}")
         return message, data
+
+
+def windows(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first place and the number of each run of at most WINDOW consecutive places."""
+    at = 0
+    while at < len(places):
+        count = 1
+        while (
+            count < WINDOW and at + count < len(places) and places[at + count] == places[at] + count
+        ):
+            count += 1
+        yield places[at], count
+        at += count

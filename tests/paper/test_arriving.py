@@ -467,3 +467,24 @@ def test_a_thousand_aborts_amid_loads_leave_nothing() -> None:
     engine.say(generate(2000, A, 3))
     engine.finish_all()
     assert right(engine, 2000, A, 3)
+
+
+class AllBelow:
+    """A tier below host memory that has every page."""
+
+    is_remote = False
+
+    def holds(self, key: bytes) -> bool:
+        return True
+
+
+def test_a_load_never_takes_more_slots_than_there_are() -> None:
+    """A page from below needs a slot, and the kept pages of the same load cannot be evicted."""
+    keys = PageKeys(array("i", range(24)), "", 4)
+    tier = HostTier(3, below=AllBelow())
+    tier.start_store({keys.full(i): i for i in (1, 2, 3)}, set())
+    tier.end_store(1, ok=True)
+    loads = tier.following(keys, 0, 5)
+    assert loads == [keys.full(i) for i in range(3)]
+    tier.start_load(1, 0, keys=loads, pages=[11, 12, 13])
+    tier.check()

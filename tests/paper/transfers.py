@@ -50,6 +50,8 @@ class Transfer:
 class PaperTransfers:
     """Part of an engine.executor.Executor. `layers` have the pages as `memory`, or are None."""
 
+    is_remote = False
+
     def __init__(self, layers: list[Any], tiers: PaperTiers) -> None:
         self.memories = [each.memory for each in layers if each is not None]
         self.rng = Random(tiers.transfers)

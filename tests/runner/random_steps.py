@@ -7,8 +7,9 @@ from itertools import count
 
 import numpy as np
 
-from nanovllm.config import Config, given_or
+from nanovllm.config import Config
 from nanovllm.runner.build import Built
+from nanovllm.schedule import given_or
 from nanovllm.wire import Sampling
 from tests import whole_engine
 from tests.whole_engine import WholeEngine

@@ -70,6 +70,7 @@ class FakeEngine:
     corrupt_after: int = -1  # a request with this number of tokens ends with an error
     steps: Steps = NO_STEPS  # answers every look
     experts: ExpertLoad | None = None
+    handover: str = ""  # of all that finish
     is_stuck: bool = False  # starts requests, but never sends a token
     generates: list[Generate] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
@@ -100,6 +101,7 @@ class FakeEngine:
         self.steps = NO_STEPS
         self.experts = None
         self.corrupt_after = -1
+        self.handover = ""
         self.is_stuck = False
         for held in (self.generates, self.aborts, self.running):
             held.clear()
@@ -180,7 +182,7 @@ class FakeEngine:
                 if is_stop or request.num_sent + at + 1 >= request.spec.max_new:
                     del new[at + 1 :]
                     reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
-                    finished.append(Finish(request_id, reason))
+                    finished.append(Finish(request_id, reason, self.handover))
                     del self.running[request_id]
                     break
             request.num_sent += len(new)

@@ -196,7 +196,14 @@ def test_routes(api) -> None:
 
 @pytest.mark.parametrize(
     ("given", "is_kept"),
-    [("abc-1.2_X", True), ("a b", False), ("x" * 129, False), ("a/../b", False), ("", False)],
+    [
+        ("abc-1.2_X", True),
+        ("a:1_b:2", True),
+        ("a b", False),
+        ("x" * 257, False),
+        ("a/../b", False),
+        ("", False),
+    ],
 )
 def test_request_ids(api, given, is_kept) -> None:
     responses = [
@@ -209,7 +216,7 @@ def test_request_ids(api, given, is_kept) -> None:
     for response in responses:
         got = response.headers["x-request-id"]
         assert (got == given) == is_kept
-        assert re.fullmatch(r"[A-Za-z0-9._-]{1,128}", got)
+        assert re.fullmatch(r"[A-Za-z0-9._:-]{1,256}", got)
     assert api.chat(request_id="mine").json()["id"] == "chatcmpl-mine"
 
 

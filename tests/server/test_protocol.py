@@ -50,7 +50,7 @@ OUT_OF_RANGE = {
     "bad_words": ([[""], ["x"] * 129, ["x" * 129]], "at most 128 words of 1 to 128 characters"),
     "reasoning_effort": (["", "lots"], "one of none, minimal, low"),
     "cache_salt": (["", "x" * 129], "1 to 128"),
-    "request_id": (["", "a b", "x" * 129, "a\nb"], "1 to 128"),
+    "request_id": (["", "a b", "x" * 257, "a\nb"], "1 to 256"),
     "thinking_token_budget": ([-2, 2**31], "between -1 and 2147483647"),
     "structured_outputs": ([{}, {"regex": "a", "choice": ["b"]}], "exactly one of json, regex"),
     "tool_choice": (["required", "auto", "x"], "tool_choice must be"),

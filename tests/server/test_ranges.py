@@ -59,7 +59,7 @@ def test_every_field_that_may_hold_a_number_has_a_range() -> None:
     numeric = {name for name, hint in hints.items() if holds(hint, {int, float})}
     anything = {name for name, hint in hints.items() if holds(hint, {Any})}
     assert numeric == set(NUMBERS) | {"stop_token_ids", "allowed_token_ids"}
-    assert anything == ANYTHING | {"logit_bias"} | set(DEFAULTS)
+    assert anything == ANYTHING | {"logit_bias", "kv_transfer_params"} | set(DEFAULTS)
     for struct in (hints["messages"], hints["stream_options"]):
         (inner,) = [arg for arg in get_args(struct) if arg is not type(None)]
         assert not any(holds(hint, {int, float}) for hint in get_type_hints(inner).values())

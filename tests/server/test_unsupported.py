@@ -43,7 +43,6 @@ ASKED = {  # values that change an answer
     "guided_json": {"type": "object"},
     "guided_regex": "a",
     "json_schema": {"type": "object"},
-    "kv_transfer_params": {"do_remote_decode": True},
     "length_penalty": 1.5,
     "logits_processors": ["x"],
     "logprob_token_ids": [1],

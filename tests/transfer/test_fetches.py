@@ -9,7 +9,7 @@ from nanovllm.transfer.tickets import VERSION, Ticket
 def fetch_of(number: int, engine: str = "p1", generation: int = 1) -> Fetch:
     ticket = Ticket(
         version=VERSION, engine=engine, generation=generation, request="r", pages=(1,),
-        num_tokens=1, expires_at=0.0, layout=b"", identity=b"",
+        text=b"", num_tokens=1, expires_at=0.0, layout=b"", identity=b"",
     )  # fmt: skip
     return Fetch(number, ticket, [memoryview(bytearray(4))])
 

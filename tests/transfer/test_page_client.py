@@ -67,7 +67,7 @@ class PrefillEngine:
         generation = self.leases.grant("r", pages)
         return Ticket(
             version=VERSION, engine=self.engine, generation=generation, request="r", pages=pages,
-            num_tokens=1, expires_at=0.0, layout=b"l", identity=b"m",
+            text=b"", num_tokens=1, expires_at=0.0, layout=b"l", identity=b"m",
         )  # fmt: skip
 
 

@@ -24,12 +24,12 @@ KEY = TicketKey("sixteen characters, or more")
 LAYOUT, MODEL, NOW = b"l" * 32, b"m" * 32, 1.8e9
 TICKET = Ticket(
     version=VERSION, engine="e-1", generation=7, request="___prefill_addr_a:1___x",
-    pages=(3, 1, 2), num_tokens=300, expires_at=NOW + 30, layout=LAYOUT, identity=MODEL,
+    pages=(3, 1, 2), text=b"k", num_tokens=300, expires_at=NOW + 30, layout=LAYOUT, identity=MODEL,
 )  # fmt: skip
 TEXT = KEY.sign(TICKET)
 tickets = st.builds(
     Ticket, version=st.just(VERSION), engine=st.text(), generation=st.integers(0, 2**63),
-    request=st.text(), pages=st.lists(st.integers(0, 2**40)).map(tuple),
+    request=st.text(), text=st.binary(), pages=st.lists(st.integers(0, 2**40)).map(tuple),
     num_tokens=st.integers(0, 2**40), expires_at=st.just(NOW), layout=st.just(LAYOUT),
     identity=st.just(MODEL),
 )  # fmt: skip

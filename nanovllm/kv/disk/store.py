@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -64,6 +64,8 @@ class DiskStore:
     were copied, not that they are on the disk.
     """
 
+    is_remote = False  # kv.tiers.Below
+
     def __init__(
         self, path: Path, owner: PageOwner, limits: DiskLimits, wake: Callable[[], None]
     ) -> None:
@@ -100,6 +102,10 @@ class DiskStore:
     def holds(self, key: bytes) -> bool:
         """Return True if the page is on the disk, as far as the index shows. No I/O."""
         return self._health.can_read and self.owner.name(key) in self._index
+
+    def read_all(self, pages: Sequence[tuple[bytes, Buffer]]) -> list[int]:
+        """Queue a load of each page; see read(). Return their tickets."""
+        return [self.read(key, into) for key, into in pages]
 
     def write(self, key: bytes, buffer: Buffer) -> int | None:
         """Queue a page to be written; return its ticket, or None if it was dropped.

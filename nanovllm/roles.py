@@ -1,0 +1,64 @@
+"""Recipe section `transfer`: prefill and decode on two servers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct, field, structs
+
+from nanovllm.typed_yaml import ConfigError
+
+Role = Literal["prefill", "decode"]
+HIDDEN = "..."  # instead of the secret, where a recipe is shown
+
+
+class TransferRole(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Role of this server. One recipe may serve for both, with the role as a flag."""
+
+    role: Role | None = None  # --role
+    listen: str | None = None  # HOST:PORT where a prefill server offers its pages
+    peers: list[str] = field(default_factory=list)  # HOST:PORT of the prefill servers, for decode
+    secret: str | None = None  # the same on all; None: the value of NANOVLLM_TRANSFER_SECRET
+    backend: Literal["auto", "socket"] = "auto"
+
+
+def check(transfer: TransferRole | None, host_gib: float, disk: object, num_engines: int) -> None:
+    """Raise ConfigError if the role cannot be served.
+
+    `host_gib` and `disk` are those of `cache`, `num_engines` is parallel.dp.
+    """
+    if transfer is None:
+        return
+    for name, address in (("listen", transfer.listen), *(("peers", p) for p in transfer.peers)):
+        if address is not None:
+            address_of(address, f"transfer.{name}")
+    if transfer.role is None:
+        raise ConfigError("transfer needs a role: add --role prefill or --role decode")
+    if transfer.role == "prefill":
+        if transfer.listen is None:
+            raise ConfigError("transfer.listen is missing: --role prefill needs HOST:PORT")
+        if num_engines > 1:
+            raise ConfigError("transfer.role prefill needs parallel.dp of 1; start more servers")
+        return
+    if not transfer.peers:
+        raise ConfigError("transfer.peers is empty: list HOST:PORT of the prefill servers")
+    if not host_gib:
+        raise ConfigError("transfer.role decode needs cache.host_gib, where pages arrive; set both")
+    if disk is not None:
+        raise ConfigError("transfer.role decode cannot have cache.disk; drop one of them")
+
+
+def hidden(transfer: TransferRole | None) -> TransferRole | None:
+    """Return the section without its secret, for records and logs."""
+    if transfer is None or transfer.secret is None:
+        return transfer
+    return structs.replace(transfer, secret=HIDDEN)
+
+
+def address_of(text: str, name: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT or [HOST]:PORT. Raise ConfigError that names the key."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{name} is {text!r}; write HOST:PORT, as in 10.0.0.1:5600")
+    return host, int(port)

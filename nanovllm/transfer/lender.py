@@ -1,0 +1,96 @@
+"""P's side of transfers: leases of finished prompts, and the server that sends their pages.
+
+Life of a lease: lend() grants it and returns the object of P's answer. D reads the pages through
+the server and ends the lease. Without that, a timer ends it at its expiry, also if P is idle. Both
+call `give_back` from a thread; the engine then returns the pages to its pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from nanovllm.transfer.leases import LEASE_S, Lease, Leases
+from nanovllm.transfer.messages import EngineCard
+from nanovllm.transfer.page_server import PageServer, PageSource
+from nanovllm.transfer.params import answer_params
+from nanovllm.transfer.tickets import VERSION, Ticket, TicketKey
+
+SCAN_S = 1.0
+log = logging.getLogger("transfer")
+
+
+class Lender:
+    """Owner of P's leases. `most_pages` limits the pages of all leases."""
+
+    def __init__(
+        self,
+        listen: tuple[str, int],
+        secret: str,
+        *,
+        layout: bytes,
+        identity: bytes,
+        page_bytes: int,
+        most_pages: int,
+        page: Callable[[int], memoryview],
+        lease_s: float = LEASE_S,
+    ) -> None:
+        """`page` returns the bytes of a page; it is called from threads."""
+        self.engine = secrets.token_hex(16)
+        self.leases = Leases(lease_s)
+        self.most_pages = most_pages
+        self._key = TicketKey(secret)
+        self._layout = layout
+        self._identity = identity
+        self._lease_s = lease_s
+        self._give_back: Callable[[Lease], None] = lambda _: None
+        self._closing = threading.Event()
+        card = EngineCard(
+            engine=self.engine, layout=layout, identity=identity, page_bytes=page_bytes
+        )
+        source = PageSource(page, lambda lease: self._give_back(lease))
+        self.server = PageServer(listen, secret, card, leases=self.leases, source=source)
+        log.info("transfer.listen: %s:%d serves engine %s", *self.server.address, self.engine)
+        threading.Thread(target=self._scan, name="transfer-scan", daemon=True).start()
+
+    def call_when_ended(self, give_back: Callable[[Lease], None]) -> None:
+        """Call `give_back` from any thread with each lease that has ended."""
+        self._give_back = give_back
+
+    def lend(self, request: str, pages: Sequence[int], text: bytes, num_tokens: int) -> str:
+        """Grant a lease of pages that the caller holds. Return the object of the answer in JSON.
+
+        `text` is the key of the last page. Return "" if too many pages are leased already.
+        """
+        if not pages or self.leases.num_pages + len(pages) > self.most_pages:
+            return ""
+        ticket = Ticket(
+            version=VERSION,
+            engine=self.engine,
+            generation=self.leases.grant(request, pages),
+            request=request,
+            pages=tuple(pages),
+            text=text,
+            num_tokens=num_tokens,
+            expires_at=time.time() + self._lease_s,
+            layout=self._layout,
+            identity=self._identity,
+        )
+        params = answer_params(self._key.sign(ticket), self.engine, request, num_tokens)
+        return msgspec.json.encode(params).decode()
+
+    def close(self) -> None:
+        self._closing.set()
+        self.server.close()
+
+    def _scan(self) -> None:
+        while not self._closing.wait(SCAN_S):
+            for lease in self.leases.scan():
+                text = "no decode server has read %d pages of request %s within %.0f s"
+                log.warning(text, len(lease.pages), lease.request, self._lease_s)
+                self._give_back(lease)

@@ -1,0 +1,141 @@
+"""D's side of transfers: pages of other engines, as a tier below host memory.
+
+Theory of operation:
+
+    1. offer   the ticket of a request is checked; then its pages can be found by their keys
+    2. read    the load of an admitted request reads them from P to host slots, as one fetch
+    3. poll    reports the fetch after P has confirmed the lease; only then pages are used
+    4. settle  the request has started or ended: a ticket that was not read is declined
+
+Every ticket that names a connected engine thus ends with one message to P: done, or not wanted. All
+methods are called from the engine's thread. A request whose pages do not arrive computes them.
+
+Decision: the ticket has the key of its last page, which D compares with that of its own prompt. A
+ticket that is sent with another prompt thus never puts wrong pages under this prompt's keys.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from nanovllm.transfer.page_client import PageClient, ReaderLimits
+from nanovllm.transfer.tickets import Ticket, TicketError, TicketKey
+
+log = logging.getLogger("transfer")
+Key = bytes
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    """The pages of one request's ticket."""
+
+    request_id: int
+    ticket: Ticket
+    keys: list[Key]
+    is_read: bool = False  # a fetch of it has been started
+
+
+class RemotePages:
+    """Tier below host memory whose pages are those of the tickets of open requests."""
+
+    is_remote = True
+
+    def __init__(
+        self,
+        peers: Sequence[tuple[str, int]],
+        secret: str,
+        limits: ReaderLimits,
+        wake: Callable[[], None],
+    ) -> None:
+        """`wake` is called from any thread when `poll` has new results."""
+        self.counts: Counter[str] = Counter()  # of tickets by reason for which they were not used
+        self._limits = limits
+        self._key = TicketKey(secret)
+        self._client = PageClient(peers, secret, limits, wake)
+        self._offers: dict[int, Offer] = {}  # by request
+        # Offers of a page, with its place in the ticket. Prompts may share their first pages.
+        self._where: dict[Key, dict[Offer, int]] = {}
+        self._fetches: dict[int, Offer] = {}  # by number
+
+    def offer(self, request_id: int, text: str, key_of: Callable[[int], Key], most: int) -> None:
+        """Make the pages of a ticket available. Log one warning if it cannot be used.
+
+        `key_of` returns the key of a page of the request's prompt, of which `most` can be cached.
+        """
+        try:
+            now = time.time()
+            ticket = self._key.check(text, self._limits.layout, self._limits.identity, now)
+        except TicketError as error:
+            self._warn(request_id, error.reason, str(error))
+            return
+        if not self._client.reads_from(ticket.engine):
+            self._warn(request_id, "unconnected", "no transfer.peers is the engine of its ticket")
+            return
+        count = len(ticket.pages)
+        if not 0 < count <= most or key_of(count - 1) != ticket.text:
+            self._client.decline(ticket)
+            self._warn(request_id, "text", "its ticket is for another prompt or cache_salt")
+            return
+        offer = Offer(request_id, ticket, [key_of(place) for place in range(count)])
+        self._offers[request_id] = offer
+        for place, key in enumerate(offer.keys):
+            self._where.setdefault(key, {})[offer] = place
+        self._client.keep(ticket)
+
+    def settle(self, request_id: int) -> None:
+        """Forget the ticket of a request that has started or ended. Decline it if it is unread."""
+        if (offer := self._offers.pop(request_id, None)) is None:
+            return
+        for key in offer.keys:
+            del self._where[key][offer]
+            if not self._where[key]:
+                del self._where[key]
+        if not offer.is_read:
+            self.counts["not wanted"] += 1
+            self._client.decline(offer.ticket)
+
+    def holds(self, key: Key) -> bool:
+        """Return True if an unread ticket has the page."""
+        return any(not offer.is_read for offer in self._where.get(key, ()))
+
+    def read_all(self, pages: Sequence[tuple[Key, memoryview]]) -> list[int]:
+        """Begin to read pages that `holds` into buffers. Return the numbers of the fetches."""
+        by_offer: dict[Offer, list[tuple[int, memoryview]]] = {}
+        for key, buffer in pages:
+            offers = self._where[key]
+            offer = min(offers, key=lambda one: one.is_read)  # the first unread one
+            by_offer.setdefault(offer, []).append((offers[offer], buffer))
+        numbers = []
+        for offer, wanted in by_offer.items():
+            offer.is_read = True
+            places, buffers = zip(*sorted(wanted, key=lambda one: one[0]), strict=True)
+            number = self._client.fetch(offer.ticket, buffers, places)
+            self._fetches[number] = offer
+            numbers.append(number)
+        return numbers
+
+    def write(self, key: Key, buffer: memoryview) -> int | None:
+        """Return None: pages are read only."""
+        return None
+
+    def poll(self) -> list[tuple[int, bool]]:
+        """Return the fetches that have ended since the last call, and True for valid pages."""
+        results = self._client.poll()
+        for number, ok in results:
+            offer = self._fetches.pop(number)
+            if ok:
+                self.counts["read"] += 1
+            else:
+                self._warn(offer.request_id, "lost", "the prefill server did not send its pages")
+        return results
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _warn(self, request_id: int, reason: str, text: str) -> None:
+        self.counts[reason] += 1
+        log.warning("request %d computes its prompt here (%s): %s", request_id, reason, text)

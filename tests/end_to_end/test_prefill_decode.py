@@ -1,0 +1,182 @@
+"""A prefill and a decode server, driven as vllm-router does: P first, then D with P's object.
+
+In each case the text equals that of one server, and faults cost at most some seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.end_to_end.demo_server import Server, start
+
+SECRET = {"NANOVLLM_TRANSFER_SECRET": "the secret of these servers"}
+SMALL = ("--device", "cpu", "--set", "cache.page_tokens=16", "--set", "cache.pages=64")
+CHAT = "/v1/chat/completions"
+ID = "___prefill_addr_10.0.0.1:8000___decode_addr_10.0.0.2:8000_0a"
+ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+
+
+def question(name: str) -> dict[str, Any]:
+    """Return a body whose prompt has some full pages."""
+    messages = [{"role": "user", "content": f"{name}: tell me all about pages. " * 8}]
+    return {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 16}
+
+
+@dataclass
+class Servers:
+    p: Server
+    d: Server
+
+    def prefill(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        leg = body | {"stream": False, "max_tokens": 1, "min_tokens": 1}
+        found = post(self.p, leg | {"kv_transfer_params": ASKED})
+        params: dict[str, Any] | None = found.get("kv_transfer_params")
+        return params
+
+    def decode(self, body: dict[str, Any], params: object) -> tuple[str, int]:
+        """Return the text and the number of tokens that were not computed."""
+        return answer_of(post(self.d, body | {"kv_transfer_params": params}))
+
+    def connections(self) -> int:
+        return sum("is engine" in line for line in self.d.lines)
+
+    def warnings(self) -> list[str]:
+        return [line for line in self.d.lines if "computes its prompt here" in line]
+
+
+def post(server: Server, body: dict[str, Any]) -> Any:
+    found = httpx.post(server.url + CHAT, json=body, headers={"x-request-id": ID}, timeout=60)
+    assert found.status_code == 200, found.text
+    return found.json()
+
+
+def answer_of(found: Any) -> tuple[str, int]:
+    cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found["choices"][0]["message"]["content"], cached
+
+
+def alone(servers: Servers, body: dict[str, Any]) -> str:
+    """Return the text that D computes without any cached page."""
+    text, cached = answer_of(post(servers.d, body | {"cache_salt": "alone"}))
+    assert cached == 0
+    return text
+
+
+def eventually(holds: Any) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline, "the condition did not become true"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    address = f"127.0.0.1:{port}"
+    p = start(
+        *SMALL, "--role", "prefill", "--set", f"transfer.listen={address}", environment=SECRET
+    )
+    d = start(
+        *SMALL, "--role", "decode", "--set", f"transfer.peers=[{address}]",
+        "--set", "cache.host_gib=0.05", environment=SECRET,
+    )  # fmt: skip
+    servers = Servers(p, d)
+    eventually(lambda: servers.connections() == 1)
+    yield servers
+    for server in (p, d):
+        if server.process.poll() is None:
+            server.process.kill()
+
+
+def test_pages_pass_from_p_to_d(servers: Servers) -> None:
+    """Also with a forced call and n, and with an id that both logs contain."""
+    body = question("Ada")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    forced = servers.prefill(question("Tim") | {"tools": tools, "tool_choice": "required", "n": 2})
+    assert forced is not None
+    params = servers.prefill(body)
+    assert params is not None and params["do_remote_prefill"] and params["remote_host"] is None
+    text, cached = servers.decode(body, params)
+    assert cached == params["remote_num_tokens"] >= 112 and text == alone(servers, body)
+    assert not servers.warnings()
+    page = httpx.get(servers.d.url + "/metrics").text
+    assert re.search(rf'nanovllm:tier_hit_tokens_total{{.*tier="peer".*}} {cached}\b', page), page
+    servers.decode(body, forced)  # its prompt differs, so P gets its pages back
+    for server in (servers.p, servers.d):
+        assert any(f"id={ID}" in line for line in server.lines)
+
+
+def test_a_ticket_of_another_prompt_or_a_forged_one(servers: Servers) -> None:
+    first, other = question("Grace"), question("Edsger")
+    params = servers.prefill(first)
+    assert params is not None
+    count = len(servers.warnings())
+    assert servers.decode(other, params) == (alone(servers, other), 0)
+    ticket = params["nanovllm_ticket"]
+    forged = params | {"nanovllm_ticket": ticket[:-4] + "AAAA", "remote_host": "127.0.0.2"}
+    assert servers.decode(first, forged) == (alone(servers, first), 0)
+    eventually(lambda: len(servers.warnings()) == count + 2)
+
+
+def test_d_has_everything_and_p_gets_its_pages_back(servers: Servers) -> None:
+    """D declines what it has. With many leases, P answers without the object."""
+    body = question("Barbara")
+    text, _ = answer_of(post(servers.d, body))
+    params = servers.prefill(body)
+    assert params is not None and servers.decode(body, params)[0] == text
+    bodies = [question(f"Nr {i}") for i in range(6)]
+    lent = [servers.prefill(body) for body in bodies]
+    assert lent[0] is not None and lent[5] is None
+    assert servers.decode(bodies[5], None)[0] == alone(servers, bodies[5])
+    for body, params in zip(bodies, lent, strict=True):
+        servers.decode(body, params)
+    again = question("again")
+    assert servers.decode(again, servers.prefill(again))[1] >= 112
+
+
+def test_an_abort_while_pages_arrive_and_a_frozen_p(servers: Servers) -> None:
+    first, second = question("Alan"), question("John")
+    params, more = servers.prefill(first), servers.prefill(second)
+    assert params is not None and more is not None
+    os.kill(servers.p.engine_pid(), signal.SIGSTOP)
+    try:
+        with pytest.raises(httpx.ReadTimeout):
+            body = first | {"kv_transfer_params": params}
+            httpx.post(servers.d.url + CHAT, json=body, timeout=0.5)
+        began = time.monotonic()
+        text, cached = servers.decode(second, more)
+        assert time.monotonic() - began < 8 and cached == 0
+    finally:
+        os.kill(servers.p.engine_pid(), signal.SIGCONT)
+    assert text == alone(servers, second)
+    eventually(lambda: servers.d.metric("vllm:kv_cache_usage_perc") == 0)
+    eventually(lambda: servers.connections() == 2)  # leases of before the fault end by themselves
+    third = question("Kurt")
+    params = servers.prefill(third)
+    text, cached = servers.decode(third, params)
+    assert text == alone(servers, third) and cached >= 112
+
+
+def test_p_is_killed(servers: Servers) -> None:
+    """Runs last. D computes, and has no pages left in use."""
+    body = question("Emmy")
+    params = servers.prefill(body)
+    assert params is not None
+    for pid in [*servers.p.children(), servers.p.process.pid]:
+        os.kill(pid, signal.SIGKILL)
+    began = time.monotonic()
+    text, cached = servers.decode(body, params)
+    assert cached == 0 and time.monotonic() - began < 5 and text == alone(servers, body)
+    assert servers.d.metric("vllm:kv_cache_usage_perc") == 0
+    assert servers.d.stop() == 0

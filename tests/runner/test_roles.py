@@ -1,0 +1,90 @@
+"""Pages pass from one whole engine to another, for each kind of cache, and the text stays."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from nanovllm.config import Config, ConfigError, Speculate, TransferRole, load_config
+from nanovllm.engine.tickets import Tickets
+from nanovllm.parallel.mesh import first_rank
+from nanovllm.roles import Role
+from nanovllm.runner.resolved import resolved
+from nanovllm.runner.roles import check_role
+from nanovllm.wire import Generate
+from tests.kv.disk.stores import eventually
+from tests.models.tiny import CASES, config_of, make_tiny
+from tests.whole_engine import GREEDY, WholeEngine, prompts_of
+
+SECRET = "the secret of these tests"
+NGRAM = Speculate(method="ngram", tokens=3)
+
+
+def with_role(config: Config, role: Role, address: str) -> Config:
+    asked = TransferRole(role=role, listen=address, peers=[address], secret=SECRET)
+    return replace(config, recipe=replace(config.recipe, transfer=asked))
+
+
+def spec_of(request_id: int, prompt: list[int], max_new: int, **more: Any) -> Generate:
+    packed = array("i", prompt).tobytes()
+    return Generate(request_id, packed, max_new, [], GREEDY, **more)
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [
+        ("qwen3 gqa 3, tied", dict(cache_dtype="fp8", speculate=NGRAM)),
+        ("qwen3 gqa 3, tied", dict()),
+        ("deepseek_v3 tied", dict()),
+        ("deepseek_v3 tied", dict(cache_dtype="fp8")),
+    ],
+)
+def test_the_text_is_that_of_one_engine(case: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    family, overrides = CASES[case]
+    make_tiny(tmp_path, family, **overrides)
+    config = config_of(tmp_path)
+    sizes = dict(pages=64, slots=4, step_tokens=24, max_tokens=90) | sizes
+    p = WholeEngine(with_role(config, "prefill", "127.0.0.1:0"), **sizes)
+    assert p.runner.lender is not None
+    host, port = p.runner.lender.server.address
+    d = WholeEngine(with_role(config, "decode", f"{host}:{port}"), host_gib=0.01, **sizes)
+    alone = WholeEngine(config, **sizes)
+    remote = d.runner.remote
+    assert remote is not None and p.runner.remote is None and d.runner.lender is None
+    tickets = Tickets(remote, 4)
+    eventually(lambda: remote._client.reads_from(p.runner.lender.engine))
+    prompts = [prompt for prompt in prompts_of(6) if len(prompt) > 12]
+    for i, prompt in enumerate(prompts):
+        alone.submit(i, prompt, 10)
+        alone.run()
+        p.loop.handle(spec_of(i, prompt, 1, lends=True))
+        p.run()
+        params = json.loads(p.handovers[i])
+        spec = spec_of(i, prompt, 10, ticket=params["nanovllm_ticket"])
+        tickets.offer(spec)
+        d.loop.handle(spec)
+        d.run()
+        assert d.cached[i] == params["remote_num_tokens"] == (len(prompt) - 1) // 4 * 4
+        assert p.text[i] == alone.text[i][:1]
+    assert d.text == alone.text and len(prompts) >= 4
+    assert remote.counts == {"read": len(prompts)}
+    remote.close()
+    p.runner.lender.close()
+
+
+def test_what_cannot_be_transferred_yet_is_one_line() -> None:
+    asked = ["device=cpu", "load.format=dummy", "transfer.listen=127.0.0.1:0"]
+    two = load_config(None, [*asked, "parallel.tp=2"], {"transfer.role": "prefill"})
+    with pytest.raises(ConfigError, match=r"^transfer needs parallel.tp and ep of 1; drop one"):
+        check_role(resolved(two, first_rank(two.recipe.parallel)))
+    hybrid = load_config(
+        "qwen3-next-80b-a3b", [*asked, "parallel.tp=1", "cache.pages=100"],
+        {"transfer.role": "prefill"},
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"^transfer has no place for the model's recurrent"):
+        check_role(resolved(hybrid))

@@ -1,0 +1,68 @@
+"""Requests of routers: the part for a prefill server, and the object that goes to a decode server.
+
+The bodies are those of vllm-router and of llm-d's sidecar.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+ASKED = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
+    "remote_block_ids": None, "remote_host": None, "remote_port": None,
+}  # fmt: skip
+OBJECT = {"do_remote_prefill": True, "nanovllm_ticket": "abc", "remote_num_tokens": 32}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"n": 3, "min_tokens": 1},
+        {"min_tokens": 40, "stop": ["x"], "logprobs": True, "top_logprobs": 2},
+        {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
+        {"tools": [TOOL | {"function": TOOL["function"] | {"strict": True}}]},  # type: ignore[operator]
+        {"response_format": SCHEMA, "max_completion_tokens": 1},
+        {"structured_outputs": {"regex": "a+"}, "no_stop_trim": False, "stream_reasoning": True},
+    ],
+)
+def test_a_prefill_request_computes_one_token(api, more) -> None:
+    api.engine.answer = "some words of an answer"
+    api.engine.handover = json.dumps(OBJECT)
+    response = api.chat("hello", max_tokens=1, kv_transfer_params=ASKED, **more)
+    assert response.status_code == 200, response.text
+    assert response.json()["kv_transfer_params"] == OBJECT
+    assert len(response.json()["choices"]) == 1
+    (sent,) = api.engine.generates
+    assert sent.lends and not sent.ticket and not sent.grammar
+    assert sent.max_new == 1 and sent.sampling.min_tokens == 0
+
+
+def test_without_a_lease_the_answer_has_no_object(api) -> None:
+    response = api.chat("hello", max_tokens=1, kv_transfer_params=ASKED)
+    assert response.status_code == 200 and "kv_transfer_params" not in response.json()
+
+
+def test_the_object_of_a_decode_request(api) -> None:
+    api.engine.handover = ""
+    params = OBJECT | {"remote_host": "attacker", "remote_block_ids": [[1]], "unknown": 1}
+    response = api.chat("hello", n=2, kv_transfer_params=params)
+    assert response.status_code == 200 and "kv_transfer_params" not in response.json()
+    assert [(sent.ticket, sent.lends) for sent in api.engine.generates] == [("abc", False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ([], "kv_transfer_params must be an object or null"),
+        ({"do_remote_decode": 1}, "kv_transfer_params.do_remote_decode must be true, false"),
+    ],
+)
+def test_objects_of_wrong_types(api, params, message) -> None:
+    error = api.chat(kv_transfer_params=params).json()["error"]
+    assert error["param"] == "kv_transfer_params" and error["message"].startswith(message)
+    assert not api.engine.generates

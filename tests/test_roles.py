@@ -1,0 +1,42 @@
+"""Recipe section `transfer`: what each role needs, in one clear error; secrets are not shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanovllm.config import ConfigError, read_recipe
+from nanovllm.roles import TransferRole, address_of, hidden
+
+LISTEN = "transfer.listen=127.0.0.1:5600"
+PEERS = "transfer.peers=[127.0.0.1:5600]"
+
+
+@pytest.mark.parametrize(
+    ("role", "keys", "error"),
+    [
+        (None, [LISTEN], "transfer needs a role: add --role prefill or --role decode"),
+        ("prefill", [], "transfer.listen is missing"),
+        ("prefill", ["transfer.listen=5600"], "transfer.listen is 5600|transfer.listen"),
+        ("prefill", ["transfer.listen=a:70000"], "transfer.listen is 'a:70000'; write HOST:PORT"),
+        ("prefill", [LISTEN, "parallel.dp=2"], "needs parallel.dp of 1"),
+        ("decode", [LISTEN], "transfer.peers is empty"),
+        ("decode", ["transfer.peers=[a]"], "transfer.peers is 'a'; write HOST:PORT"),
+        ("decode", [PEERS], "needs cache.host_gib"),
+        ("decode", [PEERS, "cache.host_gib=1", "cache.disk.path=/x"], "cannot have cache.disk"),
+        ("both", [LISTEN], "transfer.role"),
+    ],
+)
+def test_a_role_that_cannot_be_served(role: str | None, keys: list[str], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        read_recipe(None, keys, {"transfer.role": role})
+
+
+def test_one_recipe_serves_both_roles() -> None:
+    keys = [LISTEN, PEERS, "cache.host_gib=1", "transfer.secret=0123456789abcdef"]
+    for role in ("prefill", "decode"):
+        recipe = read_recipe(None, keys, {"transfer.role": role}).recipe
+        assert recipe.transfer is not None and recipe.transfer.role == role
+        shown = hidden(recipe.transfer)
+        assert shown is not None and shown.secret == "..." and shown.peers == ["127.0.0.1:5600"]
+    assert hidden(None) is None and hidden(TransferRole()) == TransferRole()
+    assert address_of("[::1]:80", "x") == ("::1", 80)
