@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import numpy as np
@@ -11,10 +11,20 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from nanovllm.config import Cache, Config, Disk, Schedule, Server, Speculate, load_config
+from nanovllm.config import (
+    Cache,
+    Config,
+    Disk,
+    Recipe,
+    Schedule,
+    Server,
+    Speculate,
+    load_config,
+)
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.ranks import RankedExecutor, mesh_of
 from nanovllm.kv.hybrid import memory_of
+from nanovllm.kv.memory import KVMemory
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.parallel.places import Place
 from nanovllm.plan import Masks
@@ -75,16 +85,8 @@ class WholeEngine:
         is_first = place is not None and place.rank == 0
         executor = RankedExecutor(self.runner, place) if is_first else self.runner
         self.vocab_size, self.num_masked = built.vocab_size, 0
-        make = partial(
-            Scheduler,
-            num_slots=slots,
-            step_tokens=step_tokens,
-            max_model_tokens=max_tokens,
-            drafts=recipe.drafts,
-            adapters=recipe.adapters,
-            lender=self.runner.lender,
-        )
         memory = partial(memory_of, built.layout, built.recipe.cache, executor.disk)
+        make = self.scheduler_of(recipe)
         self.scheduler = planner_of(make, memory, self.mesh.lanes, recipe.parallel)
         if isinstance(self.scheduler, Scheduler):
             self.memory = self.scheduler.memory
@@ -93,6 +95,17 @@ class WholeEngine:
         self.text: dict[int, list[int]] = {}
         self.cached, self.finish = dict[int, int](), dict[int, FinishReason]()
         self.logprobs, self.handovers = dict[int, list[TokenLogprobs]](), dict[int, str]()
+
+    def scheduler_of(self, recipe: Recipe) -> Callable[[KVMemory], Scheduler]:
+        return partial(
+            Scheduler,
+            num_slots=recipe.schedule.slots,
+            step_tokens=recipe.schedule.step_tokens,
+            max_model_tokens=recipe.server.max_model_tokens,
+            drafts=recipe.drafts,
+            adapters=recipe.adapters,
+            lender=self.runner.lender,
+        )
 
     def fill(self, rows: list[tuple[int, list[int]]]) -> Masks:
         """Return masks that allow even tokens only. Part of the Masker interface."""

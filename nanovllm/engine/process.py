@@ -111,15 +111,7 @@ def main(
     executor, recipe, vocab_size, layout = build(config, place)
     schedule = recipe.schedule
     scheduler = scheduler_of(recipe, layout, place, executor.disk, lender=executor.lender)
-    grammars = Grammars(
-        tokenizer_dir=Path(config.tokenizer_dir),
-        vocab_size=vocab_size,
-        stop_ids=[token_id for token_id in config.eos_ids or () if token_id < vocab_size],
-        compile_s=recipe.structured_outputs.compile_s,
-    )
-    if recipe.engine == "model":  # the paper engine stays free of torch, which xgrammar imports
-        with suppress(Exception):  # requests with a grammar are then refused with this reason
-            grammars.queue.prepare()
+    grammars = grammars_of(config, recipe, vocab_size)
     gc.collect()
     gc.freeze()  # later collections skip these objects
     gc.enable()
@@ -158,6 +150,20 @@ def main(
         )
         threading.Thread(target=accepting, daemon=True).start()
     engine.run()
+
+
+def grammars_of(config: Config, recipe: Recipe, vocab_size: int) -> Grammars:
+    """Return the grammars of requests, with what their compiler needs imported."""
+    grammars = Grammars(
+        tokenizer_dir=Path(config.tokenizer_dir),
+        vocab_size=vocab_size,
+        stop_ids=[token_id for token_id in config.eos_ids or () if token_id < vocab_size],
+        compile_s=recipe.structured_outputs.compile_s,
+    )
+    if recipe.engine == "model":  # the paper engine stays free of torch, which xgrammar imports
+        with suppress(Exception):  # requests with a grammar are then refused with this reason
+            grammars.queue.prepare()
+    return grammars
 
 
 def scheduler_of(
