@@ -53,7 +53,9 @@ def generates(
     if all(one in banned for one in request.allowed_token_ids or range(served.vocab_size)):
         text = "leaves no token: each one allowed ends the output or is banned by bad_words"
         raise misplaced("min_tokens" if request.min_tokens else "bad_words", text)
-    packed = array("i", prompt.ids).tobytes()
+    packed, adapter = array("i", prompt.ids).tobytes(), served.adapter_of(request)
+    # A ticket does not name an adapter, so both servers compute a prompt for one.
+    role, ticket = ("", "") if adapter else (request.transfer.role, request.transfer.ticket or "")
     return [
         Generate(
             request_id=request_id,
@@ -64,9 +66,9 @@ def generates(
             priority=request.priority or 0,
             salt=request.cache_salt or "",
             grammar=prompt.grammar,
-            adapter=served.adapter_of(request),
-            lends=request.transfer.role == "prefill",
-            ticket=request.transfer.ticket or "" if request.transfer.role == "decode" else "",
+            adapter=adapter,
+            lends=role == "prefill",
+            ticket=ticket if role == "decode" else "",
         )
         for index, request_id in enumerate(ids)
     ]

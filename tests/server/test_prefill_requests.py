@@ -8,6 +8,15 @@ from __future__ import annotations
 import json
 
 import pytest
+from msgspec.structs import replace
+
+from nanovllm.config import load_config
+from nanovllm.server.orders import generates
+from nanovllm.server.protocol import parse_request
+from nanovllm.server.ranges import ranges
+from nanovllm.server.served import Served
+from nanovllm.server.template import Prompt
+from tests.server.fake_engine import READY
 
 ASKED = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
@@ -66,3 +75,23 @@ def test_objects_of_wrong_types(api, params, message) -> None:
     error = api.chat(kv_transfer_params=params).json()["error"]
     assert error["param"] == "kv_transfer_params" and error["message"].startswith(message)
     assert not api.engine.generates
+
+
+@pytest.mark.parametrize(("params", "lends", "ticket"), [(ASKED, True, ""), (OBJECT, False, "abc")])
+@pytest.mark.parametrize("name", ["demo", "pirate"])
+def test_prompts_of_adapters_are_not_handed_over(name, params, lends, ticket) -> None:
+    """A ticket does not name an adapter, so the decode server computes such a prompt."""
+    served = Served(load_config(None), replace(READY, adapters={"pirate": "pirate"}))
+    body = {"model": name, "messages": [{"role": "user", "content": "x"}]}
+    request = parse_request(
+        json.dumps(body | {"kv_transfer_params": params}).encode(),
+        model="demo",
+        vocab_size=served.vocab_size,
+        allowed=ranges(64, raise_priority=False),
+        adapters=["pirate"],
+    )
+    (sent,) = generates(request, Prompt([1, 2, 3]), served, seed=7, ids=[1])
+    if name == "pirate":
+        assert (sent.adapter, sent.lends, sent.ticket) == ("pirate", False, "")
+    else:
+        assert (sent.adapter, sent.lends, sent.ticket) == ("", lends, ticket)
