@@ -18,6 +18,7 @@ from nanovllm_kernels.norms import reference
 from nanovllm_kernels.products import quantise_cases as kernels
 from torch import Tensor
 
+from nanovllm.attention.base import ForwardContext
 from nanovllm.config import ConfigError, Kernels
 from nanovllm.layers.describe import by_rows
 from nanovllm.layers.fp8 import BlockFp8, block_rows_of, in_blocks
@@ -29,6 +30,8 @@ from nanovllm.layers.residual import Added, Pending
 from nanovllm.layers.rope import PlainRope
 from nanovllm.models.qwen3 import Qwen3, Qwen3Config
 from nanovllm.parallel.mesh import Mesh, Span
+
+NO_ROWS = ForwardContext(None, None)  # type: ignore[arg-type]
 
 CPU = torch.device("cpu")
 
@@ -252,7 +255,7 @@ def test_an_mlp_by_rows(num_rows: int, kept: tuple[str, ...]) -> None:
         normed = reference.rms_norm(sum_TD, mlp.gate_up.norm_weight, 1e-6).float()
         y_TF = reference.silu_mul(normed @ gate_up.float().T)
         expected = sum_TD.float() + y_TF @ down.float().T
-        after = mlp(Added(x_TD.clone()) if is_added else Pending(x_TD.clone(), update_TD), None)
+        after = mlp(Added(x_TD.clone()) if is_added else Pending(x_TD.clone(), update_TD), NO_ROWS)
         found, _ = ops.norm(after, torch.ones(192), 1e-6)
         expected = reference.rms_norm(expected, torch.ones(192), 1e-6).bfloat16()
         error = (found.float() - expected.float()).norm() / expected.float().norm()

@@ -13,6 +13,7 @@ from nanovllm_kernels.experts.reference import EXPERTS, ExpertProducts
 from nanovllm_kernels.experts.route_reference import Routing
 from torch import Tensor
 
+from nanovllm.attention.base import ForwardContext
 from nanovllm.config import Kernels, load_config
 from nanovllm.layers.describe import products
 from nanovllm.layers.expert_products import TORCH
@@ -26,6 +27,8 @@ from nanovllm.runner.build import build
 from tests.models.steps import CPU, Steps, load
 from tests.models.test_parity import LENGTHS, SCHEDULES, our_logits, prompts
 from tests.models.tiny import CASES, make_tiny
+
+NO_ROWS = ForwardContext(None, None)  # type: ignore[arg-type]
 
 D, E, F, K = 24, 5, 12, 2
 RULE = Routing("softmax", renormalise=True)
@@ -58,7 +61,7 @@ def moe(
 
 
 def run(block: MoE, residual: Residual) -> Residual:
-    return block(residual, None)  # type: ignore[no-any-return]
+    return block(residual, NO_ROWS)  # type: ignore[no-any-return]
 
 
 def test_what_is_pending_is_added_before_and_the_result_behind() -> None:

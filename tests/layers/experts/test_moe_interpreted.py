@@ -13,6 +13,7 @@ import torch
 from nanovllm_kernels.experts.route_reference import Routing
 from torch import Tensor
 
+from nanovllm.attention.base import ForwardContext
 from nanovllm.config import Kernels
 from nanovllm.layers.expert_kernels import TRITON
 from nanovllm.layers.expert_products import TORCH, ExpertKernels
@@ -23,6 +24,7 @@ from nanovllm.parallel.mesh import Mesh
 from tests.interpreted import in_interpreter, in_parent, passes
 
 D, E, F, K = 256, 8, 128, 3
+NO_ROWS = ForwardContext(None, None)  # type: ignore[arg-type]
 
 
 @in_parent
@@ -72,7 +74,7 @@ def check(num_tokens: int, ep: int, exact: bool) -> None:
     x_TD = torch.randn(num_tokens, D, generator=torch.Generator().manual_seed(1)).bfloat16()
     found: list[Tensor] = []
     for kernels in (TORCH, TRITON):
-        after = block(kernels, mesh, exact=exact)(Added(x_TD.clone()), None)
+        after = block(kernels, mesh, exact=exact)(Added(x_TD.clone()), NO_ROWS)
         found.append(after.stream_TD if isinstance(after, Added) else after.update)
     expected, actual = (y_TD.float() for y_TD in found)
     scale = float(expected.abs().max())
