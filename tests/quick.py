@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 QUICK = (
-    "attention/",
+    "adapters/test_slots.py", "attention/",
     "bench/test_gpus.py", "bench/test_record.py", "bench/test_report.py", "bench/test_workload.py",
     "cli/test_bench.py",
     "load/test_soak.py",
