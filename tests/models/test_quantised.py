@@ -277,4 +277,4 @@ def test_scales_of_a_hundred_thousand_tensors_are_planned_at_once() -> None:
     assert len(wanted) == 62 * 256 * 6
     own = sum(tensor.nbytes for tensor in model.parameters())
     assert own <= sum(map(num_bytes, order)) < 1.01 * own
-    assert time.process_time() - began < 3
+    assert time.process_time() - began < 8
