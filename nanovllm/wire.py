@@ -180,7 +180,8 @@ class Stats(Struct, frozen=True, kw_only=True):
     # than computing). Of rank 0: "host.store_bytes", "host.load_bytes", and the time of the copies
     # in seconds, "host.store_s" and "host.load_s". With a disk, also "disk.hit_tokens",
     # "disk.stored", "disk.loaded", "disk.dropped" and "disk.failed", which mean the same.
-    # On a decode server their names begin with "peer."
+    # On a decode server their names begin with "peer." "loaded_tokens" is the part of cached_tokens
+    # that came from these tiers; the hit_tokens also count loads after preemptions.
     tiers: dict[str, float] = {}
     adapter_slots: int = 0  # maximum adapters on the device
     # Requests by adapter: "running", "waiting". Names of unloaded adapters are left out.

@@ -206,23 +206,24 @@ def name(record: Record) -> str:
 
 
 def without_secrets(argv: list[str]) -> list[str]:
-    """Return a command line without API keys."""
+    """Return a command line without API keys and transfer secrets."""
     shown: list[str] = []
     for text in argv:
         text = re.sub(r"(--api-key[ =])\S+", r"\1...", text)
         if shown and shown[-1] == "--api-key":
             text = "..."
-        elif "api_key" in text:
-            text = re.sub(r"^(.*?api.key|[^=]*)=.*", r"\1=...", text, flags=re.DOTALL)
+        elif "api_key" in text or "transfer.secret" in text:
+            secret = r"^(.*?(?:api.key|transfer\.secret)|[^=]*)=.*"
+            text = re.sub(secret, r"\1=...", text, flags=re.DOTALL)
         shown.append(text)
     return shown
 
 
 def hide_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a recipe or of overrides without API keys, at any depth."""
+    """Return the values of a recipe or of overrides without secrets, at any depth."""
     shown: dict[str, Any] = {}
     for key, value in values.items():
-        if key.rsplit(".", 1)[-1] == "api_key" and value is not None:
+        if key.rsplit(".", 1)[-1] in ("api_key", "secret") and value is not None:
             value = "..."
         shown[key] = hide_secrets(value) if isinstance(value, Mapping) else value
     return shown

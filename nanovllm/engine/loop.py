@@ -16,8 +16,8 @@ Theory of operation, one step() with depth = 1:
     device   | step N                     | step N+1                               | step N+2 ...
 
 A step with masked rows has 4 to 8 of step N between 3 and its own sampling, since masks depend on
-all earlier tokens. Without a plan, all steps in flight are completed. If then only transfers are
-left, is_blocked is True until a message comes or a transfer ends.
+all earlier tokens. Without a plan, all steps in flight are completed. If nothing was left to
+complete either, is_blocked is True until a message comes or a transfer ends.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class EngineLoop:
         self.recent = Recent(scheduler, executor, now)
         self.bubble_s = 0.0  # total time that the device waited for the host despite work
         self._in_flight: deque[InFlight] = deque()
-        self._has_plan = False  # whether the latest step had one
+        self._has_run = False  # whether the latest step planned, completed or moved anything
         self._was_idle = True
 
     @property
@@ -119,9 +119,9 @@ class EngineLoop:
     @property
     def is_blocked(self) -> bool:
         """Return True if nothing can run before a message comes or a transfer ends."""
-        if self._in_flight or self._has_plan or not self.scheduler.has_tiers:
+        if self._in_flight or self._has_run:
             return False
-        return self.scheduler.num_moving > 0
+        return self.scheduler.num_moving > 0 or bool(self.scheduler.request_ids())
 
     def handle(self, message: ToEngine) -> None:
         """Process a message. An exception while admitting a request fails only that request."""
@@ -164,11 +164,13 @@ class EngineLoop:
         self.clock.skip()
         if self.pace is not None:
             self.scheduler.mixed_step_tokens = self.pace.mixed_step_tokens
+        self._has_run = bool(self._in_flight)
         if self.scheduler.has_tiers and self.scheduler.num_moving:
             for moved in self.executor.moved():
                 self.scheduler.moved(moved)
+                self._has_run = True
         plan = self.scheduler.plan()
-        self._has_plan = plan is not None
+        self._has_run |= plan is not None
         if self.scheduler.has_tiers and (moves := self.scheduler.moves()) is not None:
             self.executor.move(moves)
         self.clock.lap("plan")

@@ -97,6 +97,9 @@ class HybridMemory(TieredMemory):
         known = keys.num_known * self.page_tokens
         if self._is_worth(known - found.num_cached) and any(self.states.beyond(start, keys, known)):
             text.fork = known
+        if found.ticket:  # only the pages on the device are cached before the load has ended
+            named = self._holdings[request_id].num_named
+            return found._replace(num_cached=named * self.page_tokens)
         return found
 
     def _is_worth(self, spared: int) -> bool:

@@ -277,7 +277,7 @@ class KVMemory:
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Note the time of a step that computed prompts only."""
 
-    def tier_stats(self, num_arriving: int) -> dict[str, float]:
+    def tier_stats(self, num_arriving: int, loaded_tokens: int) -> dict[str, float]:
         """Return wire.Stats.tiers."""
         return {}
 

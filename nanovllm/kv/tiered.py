@@ -129,8 +129,10 @@ class TieredMemory(KVMemory):
     def computed(self, num_tokens: int, seconds: float) -> None:
         self.tier.costs.computed(num_tokens, seconds)
 
-    def tier_stats(self, num_arriving: int) -> dict[str, float]:
-        return {**self.tier.stats(), "arriving": num_arriving} if self.has_tiers else {}
+    def tier_stats(self, num_arriving: int, loaded_tokens: int) -> dict[str, float]:
+        if not self.has_tiers:
+            return {}
+        return {**self.tier.stats(), "arriving": num_arriving, "loaded_tokens": loaded_tokens}
 
     # -- registration and departures --------------------------------------------------------
 

@@ -319,7 +319,8 @@ class HostTier:
     def end_load(self, ticket: int, *, ok: bool) -> tuple[PageLoad, bool]:
         """End a load. Return it, and True if its pages have their content."""
         load = self.loads.pop(ticket)
-        own = [slot for slot in load.slots if slot not in load.fetched.values()]
+        fetched = set(load.fetched.values())
+        own = [slot for slot in load.slots if slot not in fetched]
         for slot in own:
             self._end_read(slot)
         for key, slot in load.fetched.items():

@@ -81,7 +81,7 @@ class Queue:
         self.events = StepOutput()  # refusals, starts and finishes after the last output
         self.num_deferred = 0  # requests that wait for a prefix that the latest plan computes
         self.num_adapterless = 0  # requests that wait for room for their adapter
-        self.num_preemptions = self.prompt_tokens = self.cached_tokens = 0
+        self.num_preemptions = self.prompt_tokens = self.cached_tokens = self.loaded_tokens = 0
         self._arrivals = 0
         self._free_slots = list(range(num_slots))[::-1]
 
@@ -241,6 +241,7 @@ class Queue:
             self.events.started.append(Started(request.id, known.num_cached, num_loaded))
             self.prompt_tokens += request.num_prompt
             self.cached_tokens += known.num_cached
+            self.loaded_tokens += num_loaded
         admit = Admit(
             slot=request.slot,
             tokens=request.tokens.tobytes(),

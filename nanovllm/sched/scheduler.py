@@ -241,7 +241,7 @@ class Scheduler:
             draft_tokens=self._drafting.draft_tokens,
             accepted_tokens=sum(self._drafting.accepted_by_position),
             accepted_by_position=self._drafting.accepted_by_position,
-            tiers=self.memory.tier_stats(len(queue.arriving)),
+            tiers=self.memory.tier_stats(len(queue.arriving), queue.loaded_tokens),
             adapter_slots=queue.adapters.num_slots,
             adapters=self._adapter_requests() if queue.adapters.by_name else {},
         )

@@ -217,7 +217,7 @@ def _queue_and_cache(page: _Page, stats: Stats) -> None:
     page.add("vllm:num_preemptions_total", stats.num_preemptions)
     page.add("vllm:prompt_tokens_total", stats.prompt_tokens)
     page.add("vllm:prompt_tokens_cached_total", stats.cached_tokens)
-    loaded = sum(_by_tier(stats, "hit_tokens").values())
+    loaded = stats.tiers.get("loaded_tokens", 0.0)
     sources = {
         "local_compute": stats.prompt_tokens - stats.cached_tokens,
         "local_cache_hit": stats.cached_tokens - loaded,
@@ -234,9 +234,10 @@ def _queue_and_cache(page: _Page, stats: Stats) -> None:
 def _tiers(page: _Page, stats: Stats) -> None:
     """Add the samples of tiers below the device, under vLLM's names where it has some."""
     hits = _by_tier(stats, "hit_tokens")
-    local = stats.cached_tokens - sum(hits.values())
+    loaded = stats.tiers.get("loaded_tokens", 0.0)
+    local = stats.cached_tokens - loaded
     page.add("vllm:external_prefix_cache_queries_total", stats.prompt_tokens - local)
-    page.add("vllm:external_prefix_cache_hits_total", sum(hits.values()))
+    page.add("vllm:external_prefix_cache_hits_total", loaded)
     page.add("nanovllm:tier_hit_tokens_total", _by("tier", hits))
     page.add("nanovllm:arriving_requests", stats.tiers.get("arriving", 0))
     for tier, pages in _by_tier(stats, "pages").items():

@@ -68,7 +68,8 @@ def generates(
             grammar=prompt.grammar,
             adapter=adapter,
             lends=role == "prefill",
-            ticket=ticket if role == "decode" else "",
+            # The other choices share the pages that the first one reads.
+            ticket=ticket if role == "decode" and index == 0 else "",
         )
         for index, request_id in enumerate(ids)
     ]

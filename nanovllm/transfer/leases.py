@@ -49,6 +49,7 @@ class Leases:
         self._lease_s = lease_s
         self._clock = clock
         self._leases: dict[int, Lease] = {}
+        self._holders: Counter[int] = Counter()  # leases by page; prompts may share pages
         self._latest = 0
         self._lock = threading.Lock()
 
@@ -57,9 +58,13 @@ class Leases:
 
     @property
     def num_pages(self) -> int:
-        """Number of held pages; a page that several requests share is counted for each."""
+        """Number of held pages; one that several requests share is counted once."""
+        return self.num_pages_with(())
+
+    def num_pages_with(self, pages: Iterable[int]) -> int:
+        """Return the number of held pages if these were held, too."""
         with self._lock:
-            return sum(len(lease.pages) for lease in self._leases.values())
+            return len(self._holders.keys() | pages)
 
     def grant(self, request: str, pages: Iterable[int]) -> int:
         """Hold pages for a reader, and return the generation, which is never used again."""
@@ -73,6 +78,7 @@ class Leases:
                 expires=now + self._lease_s,
                 last_end=now + MAX_LEASE_S,
             )
+            self._holders.update(self._leases[self._latest].pages)
             self.counts["granted"] += 1
             return self._latest
 
@@ -110,7 +116,7 @@ class Leases:
                 self.counts["late"] += 1
                 return None
             self.counts[end] += 1
-            return self._leases.pop(generation)
+            return self._removed(generation)
 
     def scan(self) -> list[Lease]:
         """End all expired leases and return them; their pages go to the pool.
@@ -121,7 +127,7 @@ class Leases:
             now = self._clock()
             expired = [lease for lease in self._leases.values() if now >= lease.expires]
             for lease in expired:
-                del self._leases[lease.generation]
+                self._removed(lease.generation)
             self.counts["expired"] += len(expired)
             return expired
 
@@ -129,6 +135,14 @@ class Leases:
         """Return the monotonic time of the next `scan`; None without leases."""
         with self._lock:
             return min((lease.expires for lease in self._leases.values()), default=None)
+
+    def _removed(self, generation: int) -> Lease:
+        lease = self._leases.pop(generation)
+        for page in lease.pages:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                del self._holders[page]
+        return lease
 
     def _held(self, generation: int) -> Lease | None:
         lease = self._leases.get(generation)

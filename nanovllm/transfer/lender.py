@@ -67,7 +67,7 @@ class Lender:
 
         `text` is the key of the last page. Return "" if too many pages are leased already.
         """
-        if not pages or self.leases.num_pages + len(pages) > self.most_pages:
+        if not pages or self.leases.num_pages_with(pages) > self.most_pages:
             return ""
         ticket = Ticket(
             version=VERSION,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -31,6 +32,7 @@ from nanovllm.transfer.sealed import PeerError, SealedConnection
 
 MAX_CONNECTIONS = 64
 IDLE_S = 30.0  # D sends a heartbeat every 5 s
+RETRY_S = 0.2  # delay after a failed accept
 log = logging.getLogger("transfer")
 
 
@@ -95,7 +97,8 @@ class PageServer:
             except OSError:
                 if self._listener.fileno() < 0:
                     return
-                continue  # a connection that ended already, or no free file descriptor
+                time.sleep(RETRY_S)  # a connection that ended already, or no free file descriptor
+                continue
             host = address[0]
             with self._lock:
                 is_full = len(self._connections) >= MAX_CONNECTIONS

@@ -87,14 +87,17 @@ class RemotePages:
         self._client.keep(ticket)
 
     def settle(self, request_id: int) -> None:
-        """Forget the ticket of a request that has started or ended. Decline it if it is unread."""
+        """Forget the ticket of a request that has started or ended.
+
+        Decline it if it is unread, unless another open request has the same one.
+        """
         if (offer := self._offers.pop(request_id, None)) is None:
             return
         for key in offer.keys:
             del self._where[key][offer]
             if not self._where[key]:
                 del self._where[key]
-        if not offer.is_read:
+        if not offer.is_read and all(one.ticket != offer.ticket for one in self._offers.values()):
             self.counts["not wanted"] += 1
             self._client.decline(offer.ticket)
 
@@ -103,11 +106,16 @@ class RemotePages:
         return any(not offer.is_read for offer in self._where.get(key, ()))
 
     def read_all(self, pages: Sequence[tuple[Key, memoryview]]) -> list[int]:
-        """Begin to read pages that `holds` into buffers. Return the numbers of the fetches."""
+        """Begin to read pages that `holds` into buffers. Return the numbers of the fetches.
+
+        A ticket is read once. So shared pages come from the ticket with most of these pages and
+        fewest others, which is usually the request's own.
+        """
+        num_wanted = Counter(offer for key, _ in pages for offer in self._where[key])
         by_offer: dict[Offer, list[tuple[int, memoryview]]] = {}
         for key, buffer in pages:
             offers = self._where[key]
-            offer = min(offers, key=lambda one: one.is_read)  # the first unread one
+            offer = min(offers, key=lambda o: (o.is_read, -num_wanted[o], len(o.keys)))
             by_offer.setdefault(offer, []).append((offers[offer], buffer))
         numbers = []
         for offer, wanted in by_offer.items():

@@ -80,6 +80,12 @@ def test_secrets_stay_out() -> None:
         "server.api_key": "...",
     }
     assert record.hide_secrets({"api_key": None}) == {"api_key": None}
+    assert record.hide_secrets({"transfer": {"secret": "s3cret"}}) == {
+        "transfer": {"secret": "..."}
+    }
+    assert record.hide_secrets({"transfer.secret": "s3cret"}) == {"transfer.secret": "..."}
+    forms = ["--set", "transfer.secret=s3cret", "--set=transfer.secret=s3cret"]
+    assert "s3cret" not in str(record.without_secrets(forms))
 
 
 def test_schema_file_is_current() -> None:

@@ -183,6 +183,7 @@ TIERS = {
     "host.hit_tokens": 15.0, "disk.hit_tokens": 10.0, "host.stored": 40.0, "host.loaded": 9.0,
     "host.dropped": 5.0, "host.evicted": 6.0, "host.failed": 1.0, "host.declined": 7.0,
     "host.store_bytes": 640.0, "host.load_bytes": 64.0, "host.store_s": 0.5, "host.load_s": 0.25,
+    "loaded_tokens": 25.0,
 }  # fmt: skip
 
 

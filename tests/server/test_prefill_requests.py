@@ -61,7 +61,10 @@ def test_the_object_of_a_decode_request(api) -> None:
     params = OBJECT | {"remote_host": "attacker", "remote_block_ids": [[1]], "unknown": 1}
     response = api.chat("hello", n=2, kv_transfer_params=params)
     assert response.status_code == 200 and "kv_transfer_params" not in response.json()
-    assert [(sent.ticket, sent.lends) for sent in api.engine.generates] == [("abc", False)] * 2
+    assert [(sent.ticket, sent.lends) for sent in api.engine.generates] == [
+        ("abc", False),
+        ("", False),  # shares the pages of the first choice
+    ]
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,29 @@ def test_prompts_that_share_their_first_pages(pair: Pair) -> None:
     assert pair.p.leases.counts == {"granted": 3, "done": 2, "not wanted": 1}
 
 
+def test_a_request_leaves_the_tickets_of_others_unread(pair: Pair) -> None:
+    pair.offer(pair.ticket((3, 1, 2)))
+    pair.d.offer(8, pair.ticket((4, 5)), KEYS.full, 6)
+    assert pair.read(0, 1) == (True, [content(4), content(5)])
+    pair.d.settle(8)
+    assert pair.read(0, 1, 2) == (True, [content(page) for page in (3, 1, 2)])
+
+
+def test_a_ticket_of_two_requests_stays_when_one_leaves(pair: Pair) -> None:
+    """As after a retry of the router, or when one of several choices is refused."""
+    ticket = pair.ticket()
+    pair.offer(ticket)
+    pair.d.offer(8, ticket, KEYS.full, 6)
+    pair.d.settle(8)
+    assert pair.read(0, 1, 2) == (True, [content(page) for page in (3, 1, 2)])
+
+
+def test_shared_pages_are_lent_to_many(pair: Pair) -> None:
+    assert all(pair.p.lend("r", (1, 2, 3, 4, 5), b"", 80) for _ in range(9))
+    assert pair.p.leases.num_pages == 5
+    assert not pair.p.lend("r", (1, 6, 7, 8, 9), b"", 80)
+
+
 def test_too_many_pages_are_not_lent(pair: Pair) -> None:
     pair.ticket((1, 2, 3, 4, 5))
     assert pair.p.lend("r", (6, 7, 8, 9), b"", 64) == "" == pair.p.lend("r", (), b"", 0)
