@@ -163,9 +163,14 @@ def check_patterns(config: PeftConfig, what: str) -> None:
     """Raise ConfigError if a pattern is not a regular expression, or nothing is targeted."""
     rules = [rule for rule in (config.target_modules, config.exclude_modules) if rule is not None]
     patterns = [rule for rule in rules if isinstance(rule, str)]
+    inner = [*config.rank_pattern, *config.alpha_pattern]  # parts of patterns, so without flags
+    names = config.layers_pattern or []
+    inner += [names] if isinstance(names, str) else names
     try:
-        for pattern in (*patterns, *config.rank_pattern, *config.alpha_pattern):
+        for pattern in patterns:
             re.compile(pattern)
+        for pattern in inner:
+            re.compile(f"({pattern})")
     except (re.error, RecursionError) as error:
         raise ConfigError(
             f"{what}: {pattern[:80]!r} is not a regular expression: {error}"

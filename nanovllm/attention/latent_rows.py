@@ -142,17 +142,19 @@ class Chunks:
     ) -> None:
         self.batch, self.page_tokens, self.at, self.expands = batch, page_tokens, at, expands
         self.kernel, self.per_head = kernel, per_head
-        self.way: Attend | None = None
+        self.ways: dict[int, Attend] = {}  # by the size of a query, which adapters of kv_b change
 
     def __call__(self, cache: Latents, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
         if out_THA is None:
             out_THA = q_THA.new_empty(*q_THA.shape[:2], cache.width)
-        if self.way is None:
+        way = self.ways.get(q_THA.shape[2])
+        if way is None:
             if self.expands and expands_cheaper(self.batch, cache, q_THA):
-                self.way = Expanded(self.batch, self.at, self.page_tokens)
+                way = Expanded(self.batch, self.at, self.page_tokens)
             else:
-                self.way = absorbed_chunks(self.batch, self.at, self.kernel, self.per_head)
-        self.way(cache, q_THA[self.at :], out_THA[self.at :])
+                way = absorbed_chunks(self.batch, self.at, self.kernel, self.per_head)
+            self.ways[q_THA.shape[2]] = way
+        way(cache, q_THA[self.at :], out_THA[self.at :])
         return out_THA
 
 

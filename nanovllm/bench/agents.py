@@ -101,7 +101,8 @@ class AgentLoad(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        return f"agents-{self.sessions}x{self.longest}"
+        name = f"agents-{self.sessions}x{self.longest}"
+        return f"{name}-lora{self.adapters}" if self.adapters else name
 
     @property
     def results(self) -> range:
@@ -138,7 +139,9 @@ class AgentLoad(Struct, frozen=True, kw_only=True):
         """Yield the sizes of a session's requests."""
         rng = Random(f"agents {self.seed} {session}")
         result, low, high = rng.choice(self.results), *self.pauses
-        prompt, reusable, pause_s = self.shared_len + result, self.shared_len * bool(session), 0.0
+        # Caches share no pages between adapters, so each one's first session computes all.
+        is_shared = session >= max(1, self.adapters)
+        prompt, reusable, pause_s = self.shared_len + result, self.shared_len * is_shared, 0.0
         for _ in range(self.turns):
             answer = rng.randint(*self.answers)
             yield TurnPlan(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.adapters.folder import WEIGHTS, file_of
-from nanovllm.adapters.peft import PeftConfig
+from nanovllm.adapters.peft import PeftConfig, is_named
 from nanovllm.config import ConfigError
 from nanovllm.layers.lora import AdaptedPart
 from nanovllm.models.adapter_experts import PlacedExperts, module_of, of_expert
@@ -68,11 +68,27 @@ def check_pairs(name: str, pairs: Pairs, peft: PeftConfig, layout: AdapterLayout
     has_fused = any(module.removesuffix(BASE_LAYER) in layout.fused for module in pairs)
     targeted = filter(peft.targets, layout.dense if has_fused else layout.parts)
     missing = sorted(module for module in targeted if module not in pairs)
+    missing += parameters_missing(pairs, peft, layout)
     if missing:
         faults["missing"] = missing
     if faults:
         kinds = "; ".join(described(kind, modules) for kind, modules in faults.items())
         raise ConfigError(f"adapter {name} does not fit the model: {kinds}")
+
+
+def parameters_missing(pairs: Pairs, peft: PeftConfig, layout: AdapterLayout) -> list[str]:
+    """Return the parameters of experts and routers that the config names and that have no pair."""
+    if peft.layers_to_transform is not None:
+        return []  # it is unknown whether it applies to parameters
+    found = {f"{module}.weight" for module in pairs}
+    for module in pairs:
+        folder = module.removesuffix(BASE_LAYER)
+        if (placed := layout.fused.get(folder)) is not None:
+            found.add(f"{folder}.{fused_name(module, pairs, placed)}")
+    every = [f"{module}.weight" for module in layout.dense]
+    every += [f"{folder}.{name}_proj" for folder in layout.fused for name in ("gate_up", "down")]
+    named = (name for name in every if is_named(peft.target_parameters, name))
+    return sorted(name for name in named if name not in found)
 
 
 Shapes = tuple[tuple[int, int], tuple[int, int]]  # of A and B
@@ -102,7 +118,7 @@ def fused_name(module: str, pairs: Pairs, placed: PlacedExperts) -> str:
     is_alone = f"{module}{BASE_LAYER}" not in pairs
     return (
         "gate_up_proj"
-        if is_base or (is_alone and pairs[module][0].shape[1] == hidden)
+        if is_base or (is_alone and pairs[module][0].shape[1:] == (hidden,))
         else ("down_proj")
     )
 

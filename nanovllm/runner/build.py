@@ -305,8 +305,12 @@ def padding_rows(
 
 @torch.inference_mode()
 def run_padding(runner: Runner, num_rows: int, tokens_each: int, *, drafted: bool = False) -> None:
+    """Run a step, also as one with adapters, which has other kernels and takes more memory."""
     rows = padding_rows(runner, num_rows, tokens_each, drafted=drafted)
     runner.finish(rows, runner.forward(rows), [], None)
+    if runner.adapters is not None:
+        rows = dataclasses.replace(rows, adapted=True)
+        runner.finish(rows, runner.forward(rows), [], None)
 
 
 def largest_steps(runner: Runner, recipe: Recipe) -> None:

@@ -70,7 +70,6 @@ class AdapterSlots:
             del self._ranks[number]
             if number in self._residents:
                 self._evict(number)
-        self._loads = [load for load in self._loads if load.number not in gone]
         return gone
 
     def resolve(self, name: str) -> int | None:
@@ -130,6 +129,8 @@ class AdapterSlots:
 
     def _evict(self, number: int) -> None:
         evicted = self._residents.pop(number)
+        # Its load may still wait for a plan. Done after all, it would take pages of the next one.
+        self._loads = [load for load in self._loads if load.number != number]
         self._free_slots.append(evicted.slot)
         self._free_pages += evicted.pages
 

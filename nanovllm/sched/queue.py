@@ -156,6 +156,7 @@ class Queue:
         requests without an adapter can overtake it.
         """
         no_pages: list[Request] = []
+        no_room = set[int]()  # adapters; room does not grow while requests are admitted
         self.num_adapterless = num_overtaken = at = kept_pages = 0
         is_adapter_due = False
         while plan.budget > 0 and at < min(len(self.waiting), LOOKED_AT + self.num_adapterless):
@@ -167,8 +168,11 @@ class Queue:
             if self.memory.has_tiers and self._awaits(request):
                 at += 1
             elif request.adapter != BASE and (
-                is_adapter_due or not self.adapters.has_room_for(request.adapter)
+                is_adapter_due
+                or request.adapter in no_room
+                or not self.adapters.has_room_for(request.adapter)
             ):
+                no_room.add(request.adapter)
                 is_adapter_due |= request.num_overtaken >= self.overtake_steps
                 self.num_adapterless += 1
                 no_pages.append(request)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -72,15 +73,22 @@ class RuntimeAdapters:
             before = served.adapters.get(name)
             if before is not None and not request.load_inplace:
                 raise invalid(f"the adapter {name!r} is already loaded; set load_inplace")
+            if any(client.is_lost for client in self._engines.clients):
+                raise EngineLostError  # before another engine has changed
             done: list[EngineClient] = []
-            for client in self._engines.clients:
-                message = LoadAdapter(client.new_id(), name, folder, replaces=True)
-                if fault := await client.change(message):
-                    for other in done:  # without the former one of this name, too
+            try:
+                for client in self._engines.clients:
+                    message = LoadAdapter(client.new_id(), name, folder, replaces=True)
+                    if fault := await client.change(message):
+                        raise invalid(fault)
+                    done.append(client)
+            except (ApiError, EngineLostError):
+                if done:  # no engine keeps the name, since the former adapter may be gone
+                    served.adapters.pop(name, None)
+                for other in done:
+                    with suppress(EngineLostError):
                         await other.change(UnloadAdapter(other.new_id(), name))
-                        served.adapters.pop(name, None)
-                    raise invalid(fault)
-                done.append(client)
+                raise
             served.adapters[name] = folder
         log.info("loaded %s", fields(adapter=name, folder=folder))
         return f"Success: LoRA adapter '{name}' added successfully.".encode()

@@ -21,7 +21,7 @@ from nanovllm.server.metrics import Metrics, Seen
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.router import RequestRouter, Routed
 from nanovllm.server.template import Prompt
-from nanovllm.wire import LoadAdapter, Ready
+from nanovllm.wire import LoadAdapter, Ready, UnloadAdapter
 
 log = logging.getLogger("server")
 RETRY_S = 0.2
@@ -225,12 +225,27 @@ class Replicas(Engines):
                 again = EngineClient.connect(self._paths[at], partial(self.lost, at))
                 connecting = asyncio.ensure_future(again)
                 continue
-            for name, folder in self.adapters.items():
-                if name not in client.ready.adapters:
-                    await client.change(LoadAdapter(client.new_id(), name, folder))
+            try:
+                await self._load_adapters(at, client)
+            except EngineLostError:
+                return  # `lost` has begun to connect again
             self.clients[at] = client
             log.info("reconnected to engine %d %s", at, fields(worker=client.ready.worker))
             return
+
+    async def _load_adapters(self, at: int, client: EngineClient) -> None:
+        """Give an engine the adapters that the others have now, which may change meanwhile.
+
+        It has started with those of the recipe. Since then, a name may have got another folder.
+        """
+        has = dict(client.ready.adapters)
+        while missing := [item for item in self.adapters.items() if has.get(item[0]) != item[1]]:
+            name, folder = missing[0]
+            message = LoadAdapter(client.new_id(), name, folder, replaces=True)
+            if fault := await client.change(message):
+                log.error("engine %d has no adapter %s: %s", at, name, fault)
+                await client.change(UnloadAdapter(client.new_id(), name))
+            has[name] = folder
 
 
 async def those_ready(tasks: Sequence[asyncio.Task[EngineClient]]) -> list[EngineClient | None]:

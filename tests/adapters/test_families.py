@@ -23,6 +23,7 @@ LATENT = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "
 DELTA = ["in_proj_qkvz", "in_proj_ba", "out_proj"]
 SHARED = [f"shared_expert{s}.{name}_proj" for s in ("", "s") for name in ("gate", "up", "down")]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+SPLIT = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama gqa 3, head_dim 8": dict(target_modules="all-linear"),
     "qwen3_moe": dict(target_modules="all-linear"),
@@ -32,6 +33,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": dict(
         target_modules=[*ATTENTION, *DELTA, *SHARED, "shared_expert_gate"],
         target_parameters=EXPERTS,
+    ),
+    "qwen3_5_text": dict(
+        target_modules=[*ATTENTION, *SPLIT, "out_proj", "gate_proj", "up_proj", "down_proj"]
     ),
 }
 

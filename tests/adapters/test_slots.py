@@ -130,3 +130,12 @@ def test_a_rare_adapter_does_not_starve() -> None:
         if any(load.number == 2 for load in step(scheduler).adapters):
             break
     assert request_id < 12  # three steps that overtake it, then four that drain the slot
+
+
+def test_an_adapter_that_leaves_before_its_load_takes_no_page() -> None:
+    """Its request was aborted while it waited for a transfer, so no plan has loaded it."""
+    slots = AdapterSlots(num_slots=1, num_pages=2)
+    wide, narrow = load(slots, "a", 32), load(slots, "b", 16)
+    slots.take(wide)
+    slots.give(wide)
+    assert taken(slots, narrow) == (0, [AdapterLoad(narrow, 0, [1])])

@@ -26,7 +26,7 @@ from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
 from nanovllm_kernels.triton_parts import dot
 
 TOKENS, INPUTS, COLUMNS = 16, 128, 64  # of a program
-MOST_PARTS = 3
+MOST_PARTS = 4  # those of Qwen3.5's recurrent layers: qkv, z, b and a
 
 
 def add_deltas(
@@ -50,7 +50,7 @@ def add_deltas(
         x_TD.stride(0), a_RID.stride(0), a_RID.stride(1), PAGE=RANK_PAGE, TOKENS=TOKENS,
         INPUTS=INPUTS,
     )  # fmt: skip
-    padded = (*widths, 0, 0)[:MOST_PARTS]
+    padded = (*widths, 0, 0, 0)[:MOST_PARTS]
     columns = sum(triton.cdiv(width, COLUMNS) for width in widths)
     expand_kernel[(columns, blocks)](
         h_ITR, b_RN, y_TN, adapter_T, owner_P, *padded, num_tokens, num_ranks, num_pages,
@@ -85,8 +85,8 @@ def shrink_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def expand_kernel(
-    h_ITR, b_RN, y_TN, adapter_T, owner_P, width_0, width_1, width_2, num_tokens, num_ranks,
-    num_pages, y_stride, b_stride, PAGE: tl.constexpr, TOKENS: tl.constexpr,
+    h_ITR, b_RN, y_TN, adapter_T, owner_P, width_0, width_1, width_2, width_3, num_tokens,
+    num_ranks, num_pages, y_stride, b_stride, PAGE: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -95,11 +95,15 @@ def expand_kernel(
     has_adapter = adapter >= 0
     if tl.max(has_adapter.to(tl.int32), 0) > 0:
         block, part, start, width = tl.program_id(0), 0, 0, width_0
-        blocks_0, blocks_1 = tl.cdiv(width_0, COLUMNS), tl.cdiv(width_1, COLUMNS)
-        if block >= blocks_0 + blocks_1:
-            block, part, start, width = block - blocks_0 - blocks_1, 2, width_0 + width_1, width_2
-        elif block >= blocks_0:
-            block, part, start, width = block - blocks_0, 1, width_0, width_1
+        end_0 = tl.cdiv(width_0, COLUMNS)
+        end_1 = end_0 + tl.cdiv(width_1, COLUMNS)
+        end_2 = end_1 + tl.cdiv(width_2, COLUMNS)
+        if block >= end_2:
+            block, part, start, width = block - end_2, 3, width_0 + width_1 + width_2, width_3
+        elif block >= end_1:
+            block, part, start, width = block - end_1, 2, width_0 + width_1, width_2
+        elif block >= end_0:
+            block, part, start, width = block - end_0, 1, width_0, width_1
         n = block * COLUMNS + tl.arange(0, COLUMNS)
         is_column = n < width
         n += start
@@ -180,6 +184,7 @@ SHAPES = (
     DeltaShape(7, 200, (72, 16, 16), (16, 33, 4)),
     DeltaShape(37, 128, (130, 130), (40, 20, 16)),
     DeltaShape(33, 96, (64, 40), (8, 16), torch.float32),
+    DeltaShape(20, 64, (80, 70, 4, 4), (16, 20), torch.float32),
 )
 SIZES_8B = (4096, (4096, 1024, 1024)), (4096, (12288, 12288)), (12288, (4096,))
 ADD_DELTAS = Kernel(

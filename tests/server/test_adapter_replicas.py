@@ -1,0 +1,75 @@
+"""Adapters of several engines: one that returns, and one that is down."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from nanovllm.adapters.folder import DEMO
+from nanovllm.adapters.section import Adapters
+from nanovllm.config import load_config
+from nanovllm.ipc.client import EngineClient, EngineLostError
+from nanovllm.server.adapters import LOAD, RuntimeAdapters
+from nanovllm.server.engines import Replicas
+from nanovllm.server.errors import ApiError
+from tests.server.fake_engine import READY
+
+RECIPE = load_config(None, ["parallel.dp=2", "parallel.load_weight=20"]).recipe
+
+
+def test_an_engine_that_returns_gets_the_adapters_of_now() -> None:
+    changes: list[tuple[str, str]] = []
+
+    async def main() -> None:
+        engines = Replicas([EngineClient.absent(READY) for _ in range(2)], ["0", "1"], RECIPE)
+        engines.adapters = {"same": "same", "moved": "new", "late": "x"}
+
+        async def change(message: Any) -> str:
+            changes.append((message.name, message.folder))
+            engines.adapters["later"] = "y"  # the operator goes on meanwhile
+            return ""
+
+        client: Any = SimpleNamespace(
+            ready=replace(READY, adapters={"same": "same", "moved": "moved"}),
+            change=change,
+            new_id=lambda: 1,
+        )
+        connecting: Any = asyncio.get_running_loop().create_future()
+        connecting.set_result(client)
+        await engines._connect_later(1, connecting)
+        assert engines.clients[1] is client
+
+    asyncio.run(main())
+    assert changes == [("moved", "new"), ("late", "x"), ("later", "y")]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_no_engine_changes_if_another_one_is_lost(is_known: bool) -> None:
+    loaded: list[Any] = []
+
+    async def main() -> None:
+        async def change(message: Any) -> str:
+            loaded.append(type(message).__name__)
+            return ""
+
+        async def fail(message: Any) -> str:
+            raise EngineLostError
+
+        first = SimpleNamespace(is_lost=False, new_id=lambda: 1, change=change)
+        second = SimpleNamespace(is_lost=is_known, new_id=lambda: 1, change=fail)
+        served: Any = SimpleNamespace(names=["m"], paths=[], adapters={"pirate": "old"})
+        engines: Any = SimpleNamespace(clients=[first, second])
+        changes = RuntimeAdapters(Adapters(folder=str(DEMO)), engines, served)
+        body = dict(lora_name="pirate", lora_path="pirate", load_inplace=True)
+        with pytest.raises(ApiError) as refused:
+            await changes.answer(LOAD, msgspec.json.encode(body))
+        assert refused.value.status == 503
+        assert served.adapters == ({"pirate": "old"} if is_known else {})
+
+    asyncio.run(main())
+    assert loaded == ([] if is_known else ["LoadAdapter", "UnloadAdapter"])
