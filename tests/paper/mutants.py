@@ -32,7 +32,7 @@ BATCH, DRAFTER = "nanovllm/runner/batch.py", "nanovllm/spec/model_drafter.py"
 
 MUTANTS = [
     Mutant("page hash ignores its parent", KEYS, "sha256(parent + tok", "sha256(tok", "test_the_fork_that_all_share_outlives_many_ends"),
-    Mutant("salt is ignored", KEYS, '"little") + raw)', '"little"))', "test_tenants_never_share_pages"),
+    Mutant("salt is ignored", KEYS, 'sha256(fixed + raw)', 'sha256(fixed[8:])', "test_tenants_never_share_pages"),
     Mutant("no token left to compute", MEMORY, "return (len(keys.tokens) - 1) // self.page_tokens", "return len(keys.tokens) // self.page_tokens", "test_ageing_lets_a_patient_request_pass_urgent_newcomers"),
     Mutant("cached page not held on admission", MEMORY, "        for page in held:\n            self.pool.hold(page)\n", "", "test_no_page_of_a_corrupted_request_is_found_again"),
     Mutant("pages stay held when admission fails", MEMORY, "            self._drop(held)\n", "            pass\n", "test_nan_of_a_token_in_flight_when_its_request_is_preempted"),
