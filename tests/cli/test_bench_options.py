@@ -36,9 +36,17 @@ def test_loads_of_agents() -> None:
     """Sessions run all at once unless --concurrency is less. Only given sizes replace defaults."""
     given = dict.fromkeys(("turns", "growth", "answers", "longest", "pauses", "sweep"))
     given |= {"workload": "agents", "temperature": 0.0, "ignore_eos": True, "seed": 3}
-    given |= {"request_rate": None, "shared_len": 500, "sessions": 6, "concurrency": None}
+    given |= {
+        "request_rate": None,
+        "shared_len": 500,
+        "sessions": 6,
+        "concurrency": None,
+        "adapters": 2,
+    }
     (load,) = loads_of(Options(**given))
-    assert load == AgentLoad(sessions=6, concurrency=6, shared_len=500, temperature=0.0, seed=3)
+    assert load == AgentLoad(
+        sessions=6, concurrency=6, shared_len=500, temperature=0.0, seed=3, adapters=2
+    )
     two = loads_of(Options(**given | {"sweep": "2,4"}))
     assert [(one.concurrency, one.sessions, one.seed) for one in two] == [(2, 6, 5), (4, 6, 7)]
     (eight,) = loads_of(Options(**given | {"sessions": None}))
