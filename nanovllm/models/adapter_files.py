@@ -6,6 +6,7 @@ Tensors are named base_model.model.<module>.lora_A.weight [r, in] and .lora_B.we
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -29,6 +30,8 @@ UNSUPPORTED = {  # parts of names that are refused with a reason
     "trainable_tokens_delta": "embeddings of tokens are not supported",
 }
 BASE_LAYER = ".base_layer"
+# Parameters of all experts, and the modules of one expert that they consist of.
+SINGLE = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 Pairs = dict[str, tuple[Stored, Stored]]  # A and B by module
 
 
@@ -85,8 +88,13 @@ def parameters_missing(pairs: Pairs, peft: PeftConfig, layout: AdapterLayout) ->
         folder = module.removesuffix(BASE_LAYER)
         if (placed := layout.fused.get(folder)) is not None:
             found.add(f"{folder}.{fused_name(module, pairs, placed)}")
+    for folder, placed in layout.fused.items():  # or one pair for each expert
+        for name, singles in SINGLE.items():
+            each = product(range(len(placed.by_expert)), singles)
+            if all(f"{folder}.{expert}.{single}" in pairs for expert, single in each):
+                found.add(f"{folder}.{name}")
     every = [f"{module}.weight" for module in layout.dense]
-    every += [f"{folder}.{name}_proj" for folder in layout.fused for name in ("gate_up", "down")]
+    every += [f"{folder}.{name}" for folder in layout.fused for name in SINGLE]
     named = (name for name in every if is_named(peft.target_parameters, name))
     return sorted(name for name in named if name not in found)
 
