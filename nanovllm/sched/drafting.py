@@ -89,11 +89,13 @@ class Drafting:
 
         It does if they would be fed in the next step. Called once for each planned step.
         """
+        if not self.adapt or not self.most:
+            return self._proposed
         num_rows, num_fed, self._num_fed = len(slots_R), self._num_fed, 0
-        if self.has_model and self.adapt and num_rows:
+        if self.has_model and num_rows:
             most_R = np.full(num_rows, self.most, np.int32)
             self._proposed = bool(self._worthwhile(step + 1, slots_R, most_R).any())
-        if self.adapt and self.most and (not self.has_model or self._proposed == (num_fed > 0)):
+        if not self.has_model or self._proposed == (num_fed > 0):
             self.prices.plan(step, num_rows, num_fed)
         return self._proposed
 

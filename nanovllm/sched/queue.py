@@ -138,7 +138,7 @@ class Queue:
     def plan_prompts(self, plan: OpenPlan) -> None:
         """Plan chunks for running requests, then for waiting ones that can be admitted."""
         self.num_deferred = 0
-        while plan.budget > 0 and self._arrived:
+        while self.arriving and self._arrived and plan.budget > 0:
             self._end_arrival(self._arrived[0], plan)
         for request in self.prefilling:
             if plan.budget == 0:
@@ -156,7 +156,7 @@ class Queue:
         requests without an adapter can overtake it.
         """
         no_pages: list[Request] = []
-        no_room = set[int]()  # adapters; room does not grow while requests are admitted
+        no_room: set[int] = set()  # adapters; room does not grow while requests are admitted
         self.num_adapterless = num_overtaken = at = kept_pages = 0
         is_adapter_due = False
         while plan.budget > 0 and at < min(len(self.waiting), LOOKED_AT + self.num_adapterless):
