@@ -15,13 +15,14 @@ from nanovllm_kernels.experts.route_reference import Routing
 from nanovllm.config import ConfigError
 from nanovllm.kv.layout import CacheLayout, PagedGroup
 from nanovllm.layers.attention import QKNorm
-from nanovllm.layers.experts.moe import Mixture, MoE
+from nanovllm.layers.experts.moe import Mixture
 from nanovllm.layers.experts.shared import shared_rules
 from nanovllm.layers.latent_attention import LatentAttention, LatentSizes
 from nanovllm.layers.linear import Layer
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.stretched_rope import YarnRope
 from nanovllm.models.decoder import Block, Count, Decoder, DecoderConfig, MtpSpec, Rule
+from nanovllm.models.sparse import moe_of
 from nanovllm.parallel.mesh import Mesh
 
 ATTENTION, MLPS = "model.layers.{}.self_attn", "model.layers.{}.mlp"
@@ -190,14 +191,7 @@ class LatentBlock(Block):
             exact=True,
             shared=inner * (config.n_shared_experts or 0),
         )
-        return MoE(
-            mixture,
-            eps=config.rms_norm_eps,
-            layer=layer,
-            is_last=layer + 1 == config.num_hidden_layers,
-            mesh=mesh,
-            ops=ops,
-        )
+        return moe_of(mixture, config, layer=layer, mesh=mesh, ops=ops)
 
 
 class LatentDecoder(Decoder):

@@ -10,10 +10,11 @@ from typing import ClassVar
 
 from nanovllm_kernels.experts.route_reference import Routing
 
-from nanovllm.layers.experts.moe import Mixture, MoE
+from nanovllm.layers.experts.moe import Mixture
 from nanovllm.layers.linear import Layer
 from nanovllm.layers.ops import Ops
 from nanovllm.models.decoder import Block, Count, Decoder, DecoderConfig, Rule
+from nanovllm.models.sparse import moe_of
 from nanovllm.parallel.mesh import Mesh
 
 SPARSE = "model.layers.{}.block_sparse_moe"
@@ -74,14 +75,7 @@ class MiniMaxM2Block(Block):
             rule=Routing("sigmoid", renormalise=True),
             exact=True,
         )
-        return MoE(
-            mixture,
-            eps=config.rms_norm_eps,
-            layer=layer,
-            is_last=layer + 1 == config.num_hidden_layers,
-            mesh=mesh,
-            ops=ops,
-        )
+        return moe_of(mixture, config, layer=layer, mesh=mesh, ops=ops)
 
 
 class MiniMaxM2(Decoder):

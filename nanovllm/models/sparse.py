@@ -61,6 +61,18 @@ class SparseConfig(DecoderConfig, frozen=True, kw_only=True):
         return tuple(fields)
 
 
+def moe_of(mixture: Mixture, config: DecoderConfig, *, layer: int, mesh: Mesh, ops: Ops) -> MoE:
+    """Return the experts of a layer."""
+    return MoE(
+        mixture,
+        eps=config.rms_norm_eps,
+        layer=layer,
+        is_last=layer + 1 == config.num_hidden_layers,
+        mesh=mesh,
+        ops=ops,
+    )
+
+
 class SparseBlock(Block):
     """Attention, then routed experts or an MLP."""
 
@@ -78,14 +90,7 @@ class SparseBlock(Block):
             shared=config.shared_size,
             gates_shared=True,
         )
-        return MoE(
-            mixture,
-            eps=config.rms_norm_eps,
-            layer=layer,
-            is_last=layer + 1 == config.num_hidden_layers,
-            mesh=mesh,
-            ops=ops,
-        )
+        return moe_of(mixture, config, layer=layer, mesh=mesh, ops=ops)
 
 
 WEIGHTS: tuple[Rule, ...] = (

@@ -85,15 +85,15 @@ def mixed(
     layer: GatedDeltaNet, tokens: tuple[Tensor, ...], states: tuple[Tensor, Tensor]
 ) -> Tensor:
     """Return x_THV of the tokens of one row: qkv_TC, a_TH, b_TH and z_TX. Update its states."""
-    heads, (*inputs, z_TX) = layer.attend, tokens
+    heads, weights, (*inputs, z_TX) = layer.attend, layer.delta_weights, tokens
     z_THV = z_TX.unflatten(1, (heads.value_heads, heads.value_size))
-    num_tokens, device, given = len(z_TX), z_TX.device, (*inputs, z_THV, layer.delta_weights)
+    num_tokens, device = len(z_TX), z_TX.device
     slots_R = torch.zeros(1, dtype=torch.int64, device=device)
     if num_tokens > 1:
         starts_R1 = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
-        return heads.kernels.rows(*given, *states, slots_R, starts_R1)
+        return heads.kernels.rows(*inputs, z_THV, weights, *states, slots_R, starts_R1)
     tickets_RG = torch.zeros(1, heads.key_heads, dtype=torch.int32, device=device)
-    return heads.kernels.decodes(*given, *states, slots_R, tickets_RG)
+    return heads.kernels.decodes(*inputs, z_THV, weights, *states, slots_R, tickets_RG)
 
 
 def first_that_differs(product: Callable[[int], Tensor], counts: tuple[int, ...]) -> int | None:

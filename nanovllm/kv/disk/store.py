@@ -213,16 +213,28 @@ class DiskStore:
                 setattr(self._counters, name, getattr(self._counters, name) + amount)
 
     def _read_all(self) -> None:
+        self._serve("read", self._read, "misses")
+
+    def _write_all(self) -> None:
+        self._serve("write", self._write, "failed_writes")
+
+    def _serve(
+        self, direction: Direction, run: Callable[[Transfer, memoryview], bool], failed: str
+    ) -> None:
+        """Run the transfers of one direction until the store is closed. Count those that fail.
+
+        The buffer of a write has usually been given back when its copy ended.
+        """
         staging = aligned_bytes(self.limits.file_bytes)
-        while (transfer := self._transfers.take("read")) is not None:
-            is_hit = False
+        while (transfer := self._transfers.take(direction)) is not None:
+            is_done = False
             try:
-                is_hit = self._read(transfer, staging)
+                is_done = run(transfer, staging)
             except Exception:
-                log.exception("a read of the disk tier failed")
-            if not is_hit:
-                self._count(misses=1)
-            self._transfers.finish(transfer, is_hit)
+                log.exception("a %s of the disk tier failed", direction)
+            if not is_done:
+                self._count(**{failed: 1})
+            self._transfers.finish(transfer, is_done)
             self._transfers.leave(transfer)
 
     def _read(self, transfer: Transfer, staging: memoryview) -> bool:
@@ -256,19 +268,6 @@ class DiskStore:
             self._folder.remove(name)
         except OSError as failure:
             log.debug("cannot remove %s: %s", name, failure)
-
-    def _write_all(self) -> None:
-        staging = aligned_bytes(self.limits.file_bytes)
-        while (transfer := self._transfers.take("write")) is not None:
-            is_written = False
-            try:
-                is_written = self._write(transfer, staging)
-            except Exception:
-                log.exception("a write of the disk tier failed")
-            if not is_written:
-                self._count(failed_writes=1)
-            self._transfers.finish(transfer, False)  # if it ended before the copy
-            self._transfers.leave(transfer)
 
     def _write(self, transfer: Transfer, staging: memoryview) -> bool:
         """Copy the caller's buffer, then write it. Return False if that is not possible."""
