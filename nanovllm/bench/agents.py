@@ -126,7 +126,7 @@ class AgentLoad(Struct, frozen=True, kw_only=True):
 
     @property
     def described(self) -> dict[str, Any]:
-        """Return the part of a record that says what the prompts are."""
+        """Return the part of a record that describes the prompts."""
         prompts = "random words; a shared system prompt, answers and tool results of the load"
         return {
             "arrivals": "closed loop of sessions",

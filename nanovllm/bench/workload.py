@@ -136,7 +136,7 @@ class Workload(Struct, frozen=True, kw_only=True):
 
     @property
     def described(self) -> dict[str, str]:
-        """Return the part of a record that says what the prompts are."""
+        """Return the part of a record that describes the prompts."""
         arrive = "closed loop" if self.request_rate is None else "gamma"
         prompts = "random words, no two prompts alike, other ones in the warm-up"
         return {"arrivals": arrive, "prompts": prompts}

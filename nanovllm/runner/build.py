@@ -239,7 +239,7 @@ def with_caches(
 
 
 def add_tiers(runner: Runner, config: Config, found: Resolved) -> None:
-    """Allocate pages in host memory, and open the disk or connect to peers, as the recipe asks."""
+    """Allocate pages in host memory, and open the disk or connect to peers, by the recipe."""
     if count := num_host_pages(found.recipe.cache, found.layout, found.page_tokens):
         pages = HostPages(runner.caches, count)
         open_below = remote_of(config, found, pages.page_bytes) or disk_of(config, found)

@@ -1,4 +1,4 @@
-"""The disk tier of a rank, as its recipe asks: owner of the pages, and limits."""
+"""The disk tier of a rank, by its recipe: owner of the pages, and limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfers between engines, as a rank's recipe asks: the lender of P, or the remote pages of D."""
+"""Transfers between engines, by a rank's recipe: the lender of P, or the remote pages of D."""
 
 from __future__ import annotations
 

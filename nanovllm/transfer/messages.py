@@ -24,7 +24,7 @@ class EngineCard(Struct, frozen=True, tag="engine"):
 
 
 class ReadPages(Struct, frozen=True, tag="read"):
-    """D wants pages `first` to `first + count - 1` of a lease.
+    """Request of D for pages `first` to `first + count - 1` of a lease.
 
     P sends each as `PageBytes`, or one `EndedLeases`.
 
@@ -42,7 +42,7 @@ class PageBytes(Struct, frozen=True, tag="page"):
 
 
 class CheckLease(Struct, frozen=True, tag="check"):
-    """D has read all pages; P confirms with `LeaseAnswer` if the lease still holds."""
+    """Sent by D after the last page. The answer is `LeaseAnswer`: whether the lease still holds."""
 
     generation: int
 
@@ -53,7 +53,7 @@ class LeaseAnswer(Struct, frozen=True, tag="checked"):
 
 
 class Heartbeat(Struct, frozen=True, tag="heartbeat"):
-    """D still wants these leases. P sends `EndedLeases`, also if none has ended."""
+    """Extends these leases of D. The answer is `EndedLeases`, also if none has ended."""
 
     generations: list[int]
 
@@ -63,7 +63,7 @@ class EndedLeases(Struct, frozen=True, tag="ended"):
 
 
 class FinishLease(Struct, frozen=True, tag="finish"):
-    """D needs the lease no more. There is no answer."""
+    """Ends a lease of D. There is no answer."""
 
     generation: int
     end: End
