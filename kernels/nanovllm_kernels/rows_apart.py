@@ -202,33 +202,42 @@ def experts(
 ) -> Iterator[Check]:
     """Yield the routed experts of tokens: with few tokens, and by the kernels for many."""
     from nanovllm_kernels.experts.combine import combine
-    from nanovllm_kernels.experts.products import FEW_EXPERTS
+    from nanovllm_kernels.experts.products import ORDERED_EXPERTS
     from nanovllm_kernels.experts.reference import ExpertProducts
     from nanovllm_kernels.experts.rows import sort_rows
+    from nanovllm_kernels.fp8_reference import BLOCK, FP8
 
     chosen = 4
     x_TD = normal(device, num_tokens, width, dtype=torch.bfloat16)
     shapes = (num_experts, 2 * inner, width), (num_experts, width, inner)
-    gate_up, down = (
+    weights = [
         normal(device, *shape, dtype=torch.bfloat16, seed=n).mul_(shape[2] ** -0.5)
         for n, shape in enumerate(shapes, 1)
-    )
+    ]
+    blocks = [-(-size // BLOCK) for size in (inner, width)]
+    scales = [
+        normal(device, num_experts, *shape, dtype=torch.float32, seed=n).exp()
+        for n, shape in enumerate(((2 * blocks[0], blocks[1]), blocks[::-1]), 4)
+    ]
     scores_TE = normal(device, num_tokens, num_experts, dtype=torch.float32, seed=3).softmax(1)
     weights_TK, experts_TK = (each[:, :chosen].contiguous() for each in scores_TE.sort(1, True))
     experts_TK = experts_TK.int()
 
-    def by(many: tuple[ExpertProducts, ...], part: slice) -> Tensor:
+    def by(many: tuple[ExpertProducts, ...], part: slice, is_fp8: bool = False) -> Tensor:
+        gate_up, down = [weight.to(FP8) for weight in weights] if is_fp8 else weights
+        of_gate_up, of_down = scales if is_fp8 else (None, None)
         num_pairs = chosen * len(x_TD[part])
         fitting = (products for products in many if products.fits(num_pairs, gate_up))
-        products = next(fitting, FEW_EXPERTS)
+        products = next(fitting, ORDERED_EXPERTS)
         tile = products.tile(num_pairs, num_experts)
         rows = sort_rows(experts_TK[part], 0, num_experts, tile)
-        y_XF = products.gate_up(x_TD[part], gate_up, None, rows, chosen)
-        y_XD = products.down(y_XF, down, None, rows, chosen)
+        y_XF = products.gate_up(x_TD[part], gate_up, of_gate_up, rows, chosen)
+        y_XD = products.down(y_XF, down, of_down, rows, chosen)
         return combine(y_XD, weights_TK[part], rows.row_of_TK)
 
     case = f"T={num_tokens} K={chosen} E={num_experts} F={inner} D={width}"
     yield Check("experts", f"{case} triton", num_tokens, lambda part: by((), part))
+    yield Check("experts", f"{case} fp8", num_tokens, lambda part: by((), part, is_fp8=True))
     if device.type == "cuda":
         from nanovllm_kernels.experts.grouped_linear import GROUPED
 

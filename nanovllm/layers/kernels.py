@@ -79,6 +79,7 @@ ORDERED = {
     "skinny_linear": "nanovllm_kernels.products.skinny_linear:ORDERED_LINEAR",
     "fp8_linear": "nanovllm_kernels.products.dense_fp8:TILED_FP8",
     "experts": "nanovllm_kernels.experts.grouped_linear:GROUPED",
+    "few_experts": "nanovllm_kernels.experts.products:ORDERED_EXPERTS",
     "delta": "nanovllm.attention.delta_triton:ORDERED",
 }
 OPERATIONS = (*IMPLEMENTATIONS["torch"], *PRODUCTS)
@@ -159,7 +160,8 @@ def invariant_gpu_ops(kernels: Kernels) -> Ops:
         fp8, few = (resolve(ORDERED, name) for name in ("fp8_linear", "skinny_linear"))
         products = [Fp8(fp8), Skinny(few), *products]
         experts = experts._replace(many=(resolve(ORDERED, "experts"),))
-    experts = experts._replace(norm_router=None, down_combine=None)
+    few_experts = resolve(ORDERED, "few_experts")
+    experts = experts._replace(few=few_experts, norm_router=None, down_combine=None)
     return Ops(**chosen, experts=experts, products=tuple(products), invariant=True)
 
 

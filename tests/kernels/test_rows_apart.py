@@ -8,14 +8,32 @@ from collections.abc import Iterator
 import pytest
 import torch
 from nanovllm_kernels import rows_apart
+from nanovllm_kernels.experts.products import GROUP
 from nanovllm_kernels.products.invariant import NO_WORKSPACE, without_workspace
 from nanovllm_kernels.products.skinny_linear import ORDERED_LINEAR, SKINNY_LINEAR, Kind, shape_of
 from nanovllm_kernels.rows_apart import Check, parts_of
 from torch import Tensor
 
 from tests.interpreted import in_interpreter, in_parent, passes
+from tests.kernels.compiled import printed
+from tests.kernels.test_triton_compiles import COMPILE
 
 CPU = torch.device("cpu")
+TILES = """
+import re
+from nanovllm_kernels.experts.products import ALONE, FEW, MANY, product_kernel, shape_of
+types = dict(x_XD="*bf16", weight_END="*fp8e4nv", scale_EXX="*fp32", tile_expert_X="*i32",
+             pair_of_X="*i32", starts_E1="*i32", tile_start_X="*i32", out_XN="*bf16")
+absent = dict.fromkeys(("weights_TK", "shared_TD", "residual_TD"))
+tables, found = dict.fromkeys(("pair_of_X", "starts_E1", "tile_start_X")), set()
+for tile in (ALONE, FEW, MANY):
+    shape = shape_of(tile, 1, {least_warps})
+    ptx = compiled(product_kernel, types, shape.warps, types, N=768, D=2048, GATED=True, TOGETHER=1,
+                   FEATURES=shape.weights // 2, TILE=tile, DEPTH=shape.depth, STAGES=shape.stages,
+                   WAITS=False, **absent, **(tables if tile == ALONE else {{}}))
+    found |= set(re.findall(r"wgmma(?=.mma)|mma.sync", ptx))
+print(*found)
+"""
 
 
 @in_interpreter
@@ -54,6 +72,20 @@ def test_a_kernel_that_looks_at_other_rows_is_found() -> None:
     found = Check("many", "", 300, many).differing()
     assert found == [part for part in parts_of(300) if part.stop - part.start <= 128]
     assert Check("doubled", "", 300, lambda part: 2 * x_TD[part]).differing() == []
+
+
+@in_parent
+def test_experts_in_fp8_multiply_by_one_kind_of_instruction() -> None:
+    """Products by mma.sync and by wgmma add in other orders: 33 rows differed from 8,192."""
+    ordered, usual = instructions(GROUP), instructions(1)
+    assert ordered == {"wgmma"}
+    assert usual == {"wgmma", "mma.sync"}
+
+
+def instructions(least_warps: int) -> set[str]:
+    """Return the instructions of products with fp8 weights, over all numbers of tokens."""
+    code = TILES.format(least_warps=least_warps)
+    return set(printed(COMPILE + code)[-1].split())
 
 
 @in_parent

@@ -25,6 +25,8 @@ took 3 to 12 % more.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import triton
@@ -60,6 +62,7 @@ SHAPES = {  # key: (tokens of a tile, bytes per element of the weight)
     (128, 2): Shape(128, 64, 4, 8),
 }
 OTHER = Shape(32, 32, 2, 4)  # float32, or a tile without measurements
+GROUP = 4  # warps of a group, which multiply together (wgmma)
 SHARED_BYTES = 227 * 1024  # shared memory of a multiprocessor
 IN_TURNS = 3  # stages if the programs cannot all run at once
 
@@ -75,9 +78,11 @@ def expert_gate_up(
     scale_EXX: Tensor | None,
     rows: ExpertRows | Chosen,
     num_chosen: int,
+    least_warps: int = 1,
 ) -> Tensor:
     y_XF = x_TD.new_empty(len(x_TD) * num_chosen, gate_up_E2FD.shape[1] // 2)
-    _product(x_TD, gate_up_E2FD, scale_EXX, rows, num_chosen, y_XF, gated=True)
+    weight = gate_up_E2FD, scale_EXX
+    _product(x_TD, *weight, rows, num_chosen, y_XF, gated=True, least_warps=least_warps)
     return y_XF
 
 
@@ -87,9 +92,10 @@ def expert_down(
     scale_EXX: Tensor | None,
     rows: ExpertRows | Chosen,
     num_chosen: int,
+    least_warps: int = 1,
 ) -> Tensor:
     y_XD = y_XF.new_empty(len(y_XF), down_EDF.shape[1])
-    _product(y_XF, down_EDF, scale_EXX, rows, num_chosen, y_XD)
+    _product(y_XF, down_EDF, scale_EXX, rows, num_chosen, y_XD, least_warps=least_warps)
     return y_XD
 
 
@@ -122,12 +128,13 @@ def _product(
     shared_TD: Tensor | None = None,
     residual_TD: Tensor | None = None,
     gated: bool = False,
+    least_warps: int = 1,
 ) -> None:
     num_features, depth = out_XN.shape[1], x_XD.shape[1]
     assert weight_END.is_contiguous() and x_XD.stride(1) == 1
     assert scale_EXX is None or scale_EXX.is_contiguous()
     tile = ALONE if isinstance(rows, Chosen) and scale_EXX is not None else rows.tile
-    shape = SHAPES.get((tile, weight_END.itemsize), OTHER)
+    shape = shape_of(tile, weight_END.itemsize, least_warps)
     together = 1 if weights_TK is None else num_chosen  # experts
     parts = 2 if gated else triton.next_power_of_2(together)
     features = max(1, shape.weights // parts)
@@ -146,6 +153,12 @@ def _product(
         FEATURES=features, TILE=max(tile, parts), DEPTH=shape.depth, STAGES=shape.stages,
         WAITS=waits, launch_pdl=waits, num_warps=shape.warps,
     )  # fmt: skip
+
+
+def shape_of(tile: int, itemsize: int, least_warps: int = 1) -> Shape:
+    """Return the program's shape for a tile of tokens and weights of `itemsize` bytes."""
+    shape = SHAPES.get((tile, itemsize), OTHER)
+    return shape._replace(warps=max(shape.warps, least_warps))
 
 
 def at_once(shape: Shape, step_bytes: int, num_programs: int, num_processors: int) -> Shape:
@@ -240,4 +253,11 @@ def product_kernel(
 
 FEW_EXPERTS = ExpertProducts(
     expert_gate_up, expert_down, tile_of, lambda num_pairs, weight: True, "triton"
+)
+# For kernels.invariant. Tensor cores add products of a whole warp group in another order than those
+# of a single warp, so all tiles have a group.
+ORDERED_EXPERTS = replace(
+    FEW_EXPERTS,
+    gate_up=partial(expert_gate_up, least_warps=GROUP),
+    down=partial(expert_down, least_warps=GROUP),
 )

@@ -177,7 +177,7 @@ def products_for(
     The tile is 0 if rows are not sorted. `experts` are those of this rank among all.
 
     The result decides the order of all sums over an expert's inputs and over a token's experts.
-    With `kernels.invariant`, `many` is empty, so it does not depend on `num_pairs`.
+    With `kernels.invariant`, all products to choose from have the same order.
     """
     if num_pairs <= kernels.unsorted and experts.count == experts.full:
         return kernels.few, 0
