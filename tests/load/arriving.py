@@ -1,0 +1,153 @@
+"""Gaps between the tokens of running streams while pages arrive from host memory.
+
+    python -m tests.load.arriving RECIPE --prompts 3 --tokens 25000 --set cache.host_gib=32
+
+Serves the recipe. In each round, long prompts are computed, and other prompts then take their place
+on the device. Streams start and are measured alone for a while, which is the quiet time. The long
+prompts then return all at once, and their pages arrive. Gaps are compared between the quiet time
+and the time from the first of these requests until the last one's first token. Each of them
+computes one token only. Prints and records the percentiles of all rounds, and the bytes that
+arrived.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from nanovllm.bench.measure import Sample, now
+from nanovllm.config import ConfigError
+from tests.load.tiered import TieredServer, arguments, conclude, serving
+
+PERCENTILES = (50, 90, 99)
+START_S = 0.2  # after their start, streams are not measured for this time
+
+
+class Window(NamedTuple):
+    """Times of the monotonic clock."""
+
+    start: float
+    end: float
+
+
+class Round(NamedTuple):
+    streams: list[Sample]
+    returned: list[Sample]  # of the long prompts
+    quiet: Window
+    arrival: Window
+
+
+def check(server: TieredServer, options: argparse.Namespace) -> None:
+    """Raise ConfigError if the long prompts and the streams do not fit at the same time."""
+    size = server.page_tokens
+    long = options.prompts * -(-options.tokens // size + 1)
+    streams = options.streams * (-(-(options.input_len + options.output_len) // size) + 1)
+    gpu, host = server.gpu_pages, server.pages("host")
+    if gpu < long + streams or host < 2 * long + gpu:
+        raise ConfigError(
+            f"the prompts take {long} pages and the streams {streams}; the device has {gpu}, and "
+            f"host memory {host}, of which {2 * long + gpu} are needed"
+        )
+
+
+def measured(server: TieredServer, options: argparse.Namespace, nth: int) -> Round:
+    """Run one round."""
+    names = [f"round {nth} long {i}" for i in range(options.prompts)]
+    num_tokens = server.whole_pages(options.tokens)
+    bodies = [server.body(name, num_tokens) for name in names]
+    before = server.events()
+    for body in bodies:
+        asyncio.run(server.ask(body))
+    server.await_stored("host", before, options.prompts * (num_tokens // server.page_tokens))
+    server.push_out(server.gpu_pages, num_tokens)
+    streams = [
+        server.body(f"round {nth} stream {i}", options.input_len, options.output_len)
+        for i in range(options.streams)
+    ]
+    return asyncio.run(beside(server, streams, bodies, options.quiet))
+
+
+async def beside(
+    server: TieredServer, streams: Sequence[bytes], bodies: Sequence[bytes], quiet_s: float
+) -> Round:
+    """Run streams. After `quiet_s` seconds, also send the other requests, all at once."""
+    running = [asyncio.create_task(server.ask(body)) for body in streams]
+    await asyncio.sleep(quiet_s)
+    sent = time.perf_counter()
+    returned = await asyncio.gather(*map(server.ask, bodies))
+    ended = max(sample.stamps[0] for sample in returned)
+    done = await asyncio.gather(*running)
+    first = max(sample.stamps[0] for sample in done) + START_S
+    return Round(done, returned, Window(first, sent), Window(sent, ended))
+
+
+def gaps_ms(streams: Sequence[Sample], window: Window) -> list[float]:
+    """Return the gaps between chunks that overlap a window, in milliseconds."""
+    return [
+        1e3 * (after - before)
+        for sample in streams
+        for before, after in pairwise(sample.stamps)
+        if before < window.end and after > window.start
+    ]
+
+
+def metrics_of(rounds: Sequence[Round]) -> dict[str, float]:
+    """Return percentiles over all rounds of both times, and the ratios of these.
+
+    Raise RuntimeError if a time has no gaps, since the streams were then too short.
+    """
+    found: dict[str, float] = {}
+    for name in ("quiet", "arrival"):
+        gaps = [gap for one in rounds for gap in gaps_ms(one.streams, getattr(one, name))]
+        if not gaps:
+            raise RuntimeError(f"no stream ran at the {name} time; raise --output-len")
+        for percent in PERCENTILES:
+            found[f"{name}_gap_p{percent}_ms"] = float(np.percentile(gaps, percent))
+        found[f"{name}_gap_max_ms"] = max(gaps)
+        found[f"{name}_gaps"] = len(gaps)
+    for percent in PERCENTILES:
+        key = f"gap_p{percent}_ms"
+        found[f"gap_p{percent}_ratio"] = found[f"arrival_{key}"] / found[f"quiet_{key}"]
+    lengths = [one.arrival.end - one.arrival.start for one in rounds]
+    found["arrival_ms"] = 1e3 * float(np.median(lengths))
+    ended = [min(sample.stamps[-1] for sample in one.streams) for one in rounds]
+    found["rounds_outlasted"] = sum(
+        one.arrival.end < end for one, end in zip(rounds, ended, strict=True)
+    )
+    return found
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--input-len", type=int, default=200, help="tokens of a stream's prompt")
+    parser.add_argument("--output-len", type=int, default=512)
+    parser.add_argument("--prompts", type=int, default=3, help="number of long prompts")
+    parser.add_argument("--tokens", type=int, default=25_000, help="of each long prompt")
+    parser.add_argument("--quiet", type=float, default=2.0, help="seconds before they return")
+    options = parser.parse_args(words)
+    started_at = now()
+    with serving(options.recipe, options.sets) as (config, server):
+        check(server, options)
+        measured(server, options, -1)  # a warm-up
+        before = server.loaded()
+        rounds = [measured(server, options, nth) for nth in range(options.rounds)]
+        num_bytes, seconds = (a - b for a, b in zip(server.loaded(), before, strict=True))
+    metrics = metrics_of(rounds) | {
+        "arrived_gib": num_bytes / len(rounds) / 2**30,
+        "load_gb_per_s": num_bytes / seconds / 1e9 if seconds else 0.0,
+        "cached_tokens": sum(one.cached_tokens for one in rounds[-1].returned),
+    }
+    names = ("streams", "input_len", "output_len", "prompts", "tokens", "quiet")
+    load = {name: getattr(options, name) for name in names}
+    conclude(options, config, started_at, metrics, {"name": "arriving", **load})
+
+
+if __name__ == "__main__":
+    main()
