@@ -61,10 +61,10 @@ def measured(server: TieredServer, options: argparse.Namespace, nth: int) -> Rou
     names = [f"round {nth} long {i}" for i in range(options.prompts)]
     num_tokens = server.whole_pages(options.tokens)
     bodies = [server.body(name, num_tokens) for name in names]
-    before = server.events()
+    before = server.settle()
     for body in bodies:
         asyncio.run(server.ask(body))
-    server.await_stored("host", before, options.prompts * (num_tokens // server.page_tokens))
+    server.check_stored("host", before, options.prompts * (num_tokens // server.page_tokens))
     server.push_out(server.gpu_pages, num_tokens)
     streams = [
         server.body(f"round {nth} stream {i}", options.input_len, options.output_len)

@@ -39,11 +39,10 @@ def check(server: TieredServer, num_tokens: int) -> None:
 def returns(server: TieredServer, name: str, num_tokens: int, has_disk: bool) -> dict[str, Sample]:
     """Return the samples of a prompt that returns, by the tier expected to have it."""
     body, pages = server.body(name, num_tokens), num_tokens // server.page_tokens
-    before = server.events()
+    before = server.settle()
     found = {"computed": asyncio.run(server.ask(body)), "gpu": asyncio.run(server.ask(body))}
-    server.await_stored("host", before, pages)
-    if has_disk:
-        server.await_stored("disk", before, pages)
+    for tier in ("host", "disk")[: 1 + has_disk]:
+        server.check_stored(tier, before, pages)
     server.push_out(server.gpu_pages, num_tokens)
     found["host"] = hit(server, body)
     if has_disk:

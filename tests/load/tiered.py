@@ -34,7 +34,7 @@ from nanovllm.config import Config, ConfigError, load_config
 log = logging.getLogger("tiers")
 CHAT = "/v1/chat/completions"
 STORED_S = 120.0  # timeout for pages to reach a tier
-POLL_S = 0.02
+SETTLED_S = 0.5  # without an event, all pages are stored
 
 
 class TieredServer:
@@ -85,16 +85,24 @@ class TieredServer:
         num_bytes, seconds = (by_label(found, name, "tier").get("host", 0.0) for name in names)
         return num_bytes, seconds
 
-    def await_stored(self, tier: str, before: Mapping[str, float], pages: int) -> None:
-        """Wait until a tier has stored this many pages since the events `before`.
+    def settle(self) -> dict[str, float]:
+        """Wait until the tiers have stored what they can. Return their events so far.
 
         Raise RuntimeError after STORED_S.
         """
-        end, name = time.monotonic() + STORED_S, f"{tier}/stored"
-        while (found := self.events()).get(name, 0.0) - before.get(name, 0.0) < pages:
-            if time.monotonic() > end:
-                raise RuntimeError(f"{pages} pages did not reach the {tier} tier: {found}")
-            time.sleep(POLL_S)
+        end, before = time.monotonic() + STORED_S, self.events()
+        while time.monotonic() < end:
+            time.sleep(SETTLED_S)
+            if (after := self.events()) == before:
+                return after
+            before = after
+        raise RuntimeError(f"pages are still stored after {STORED_S:.0f} s: {before}")
+
+    def check_stored(self, tier: str, before: Mapping[str, float], pages: int) -> None:
+        """Raise RuntimeError unless a tier has stored this many pages since the events `before`."""
+        after, name = self.settle(), f"{tier}/stored"
+        if (found := after[name] - before[name]) < pages:
+            raise RuntimeError(f"the {tier} tier has stored {found:.0f} of {pages} pages: {after}")
 
     # -- requests ---------------------------------------------------------------------------
 
