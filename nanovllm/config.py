@@ -411,7 +411,7 @@ def locate(checked: Checked, check: Check | None = None) -> Config:
     if recipe.adapters is None:
         return config
     taken = {*config.model_names, *config.model_paths}
-    adapters = located(recipe.adapters, checked.base, taken)
+    adapters = located(recipe.adapters, checked.base, taken, is_dummy_model=dummy)
     check_runtime(adapters, recipe.server.api_key, recipe.server.workers)
     return structs.replace(config, recipe=structs.replace(recipe, adapters=adapters))
 

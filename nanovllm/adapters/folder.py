@@ -13,6 +13,7 @@ from nanovllm.recipes import PACKAGE
 from nanovllm.typed_yaml import ConfigError
 
 DEMO = PACKAGE / "demo" / "adapters"
+DUMMY = "dummy"  # adapters.folder for random adapters without files
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 UNSAFE = "adapter_model.bin"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -9,7 +9,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from nanovllm.adapters.folder import DEMO, check_folder, check_name, names_in
+from nanovllm.adapters.folder import DEMO, DUMMY, check_folder, check_name, names_in
 from nanovllm.adapters.peft import PeftConfig, read_peft
 from nanovllm.typed_yaml import ConfigError
 
@@ -18,15 +18,23 @@ MOST_RANK, MOST_SLOTS = 512, 1024
 
 
 class Adapters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    folder: str  # of folders with PEFT adapters, relative to the recipe; "demo": those shipped
+    # A path relative to the recipe, of folders with PEFT adapters. "demo": those shipped. "dummy":
+    # `slots` random adapters of rank `max_rank`, for a model whose load.format is dummy.
+    folder: str
     names: list[str] | Literal["all"] = "all"  # folders to load at start
     slots: int = 8  # maximum number of adapters on the device at once
     max_rank: int = 64  # adapters of a higher rank are refused
     # Allow POST /v1/load_lora_adapter and /v1/unload_lora_adapter, for folders in `folder`.
     runtime: bool = False
 
+    @property
+    def is_dummy(self) -> bool:
+        return self.folder == DUMMY
 
-def located(adapters: Adapters, base: Path, taken: Iterable[str]) -> Adapters:
+
+def located(
+    adapters: Adapters, base: Path, taken: Iterable[str], *, is_dummy_model: bool = False
+) -> Adapters:
     """Return the section with an absolute folder and the names of all adapters to load.
 
     `taken` are the names of the model itself. Raise ConfigError if an adapter cannot be served.
@@ -37,6 +45,13 @@ def located(adapters: Adapters, base: Path, taken: Iterable[str]) -> Adapters:
     ):
         if not 1 <= value <= most:
             raise ConfigError(f"adapters.{key} is {value}; it must be between 1 and {most}")
+    if adapters.is_dummy:
+        if not is_dummy_model:
+            raise ConfigError(
+                "adapters.folder is dummy, which needs a load.format of dummy; write ./dummy for a "
+                "folder of this name"
+            )
+        return dummies(adapters)
     folder = DEMO if adapters.folder == "demo" else base / Path(adapters.folder).expanduser()
     names = names_in(folder) if adapters.names == "all" else adapters.names
     check_folder(folder)
@@ -50,6 +65,16 @@ def located(adapters: Adapters, base: Path, taken: Iterable[str]) -> Adapters:
         check_free(name, taken)
         peft_of(found, name)
     return found
+
+
+def dummies(adapters: Adapters) -> Adapters:
+    """Return the section with the names of random adapters. Raise ConfigError if it has others."""
+    names = [f"dummy-{at}" for at in range(adapters.slots)]
+    if adapters.runtime or adapters.names not in ("all", names):
+        raise ConfigError(
+            "adapters.folder is dummy; then adapters.names and adapters.runtime must not be set"
+        )
+    return replace(adapters, names=names)
 
 
 def check_runtime(adapters: Adapters, api_key: str | None, num_workers: int) -> None:
@@ -68,6 +93,8 @@ def check_free(name: str, taken: Iterable[str]) -> None:
 
 def peft_of(adapters: Adapters, name: str) -> PeftConfig:
     """Return the config of an adapter. Raise ConfigError if it is not supported."""
+    if adapters.is_dummy:
+        return PeftConfig(peft_type="LORA", r=adapters.max_rank)
     config = read_peft(Path(adapters.folder), name)
     if config.most_rank > adapters.max_rank:
         raise ConfigError(

@@ -28,37 +28,40 @@ async def measure_engine(
     ready_s: float,
     seed: int,
     warm_up: bool,
+    num_adapters: int,
     bar: ProgressBar,
     publish: Callable[[Outcome], object],
 ) -> None:
     """Warm up and run some of OFFLINE_NAMES, one after another, on the engine at `path`.
 
-    `ready_s` is the time from start to ready. Seeds of successive loads differ by two, so that no
-    load finds prompts of another or of a warm-up in the cache. `publish` gets each
-    outcome before the next load starts, which may crash the engine. Raise EngineLostError if the
-    engine is lost.
+    Requests use `num_adapters` of the engine's adapters in turn, or none with 0. `ready_s` is the
+    time from start to ready. Seeds of successive loads differ by two, so that no load finds prompts
+    of another or of a warm-up in the cache. `publish` gets each outcome before the next load
+    starts, which may crash the engine. Raise EngineLostError if the engine is lost.
     """
     client = await EngineClient.connect(path)
     ready = client.ready
+    adapters = [*ready.adapters][:num_adapters]
+    suffix, used = (f"-lora{num_adapters}", {"adapters": num_adapters}) if adapters else ("", {})
     for nth, name in enumerate(workloads):
         load = token_load(name, seed=seed + 2 * nth, vocab_size=ready.vocab_size)
         if warm_up:
             warm = load.warm_up(seed + 2 * nth + 1, ready.vocab_size)
             with bar(len(warm.prompts), "warm-up") as advance:
-                await run(client, warm, advance)
+                await run(client, warm, advance, adapters)
             await asyncio.sleep(STATS_S)  # so that no step of the warm-up is counted
         before, started_at = samples_now(client), now()
         with bar(len(load.prompts), f"{ready.model} {load.name}") as advance:
-            samples = await run(client, load, advance)
+            samples = await run(client, load, advance, adapters)
         await asyncio.sleep(STATS_S)
         after, load_of = samples_now(client), client.stats.experts
         described = {
-            "name": load.name, "concurrency": len(load.prompts), "request_rate": None,
+            "name": load.name + suffix, "concurrency": len(load.prompts), "request_rate": None,
             "seed": seed + 2 * nth, "num_prompts": len(load.prompts),
             "temperature": load.sampling.temperature, "ignore_eos": True,
             "arrivals": "all at once",
             "prompts": "random token ids, no two prompts alike, other ones in the warm-up",
-            "warmup": len(load.prompts) if warm_up else 0,
+            "warmup": len(load.prompts) if warm_up else 0, **used,
         }  # fmt: skip
         publish(concluded(
             kind="offline", started_at=started_at, samples=samples, goals_ms={},
@@ -113,8 +116,10 @@ class Stopwatch:
     def flush(self) -> None: ...
 
 
-async def run(engine: EngineClient, load: TokenLoad, advance: Advance) -> list[Sample]:
-    """Submit all requests at once, and wait for their ends."""
+async def run(
+    engine: EngineClient, load: TokenLoad, advance: Advance, adapters: Sequence[str] = ()
+) -> list[Sample]:
+    """Submit all requests at once, with the adapters in turn, and wait for their ends."""
     done = asyncio.Semaphore(0)
 
     def finished(num_tokens: int) -> None:
@@ -132,6 +137,7 @@ async def run(engine: EngineClient, load: TokenLoad, advance: Advance) -> list[S
             max_new=load.outputs[at],
             stop_ids=[],
             sampling=sampling,
+            adapter=adapters[at % len(adapters)] if adapters else "",
         )
         sink = Stopwatch(len(load.prompts[at]), load.outputs[at], finished)
         sinks.append(sink)

@@ -130,6 +130,13 @@ def engine_config(options: Options, extra: Sequence[str]) -> Config | None:
     config = config_of(options.recipe, (*options.overrides, *extra), **flags)
     if options.offline and (dp := config.recipe.parallel.dp) > 1:
         raise ConfigError(f"--offline drives one engine; parallel.dp is {dp}")
+    adapters = config.recipe.adapters
+    num_adapters = 0 if adapters is None else len(adapters.names)
+    if options.offline and options.adapters > num_adapters:
+        raise ConfigError(
+            f"--adapters {options.adapters}: the recipe has {num_adapters} adapters; add "
+            f"--set adapters.folder=dummy --set adapters.slots={options.adapters} for random ones"
+        )
     return config
 
 
@@ -145,7 +152,7 @@ def run(options: Options, config: Config | None, records: list[record.Record]) -
             uvloop.run(while_alive(fleet, offline.measure_engine(
                 paths[0], config, options.workload.split(","),
                 ready_s=time.perf_counter() - begin, seed=options.seed,
-                warm_up=options.warmup != 0, bar=progress_bar,
+                warm_up=options.warmup != 0, num_adapters=options.adapters, bar=progress_bar,
                 publish=lambda outcome: records.append(publish(options, outcome)),
             )))  # fmt: skip
             return

@@ -28,7 +28,7 @@ Options = SimpleNamespace
 OF_A_SERVER = ("url", "served_by", "sweep", "goodput", "processes")
 OF_AGENTS = ("sessions", "turns", "shared_len", "growth", "answers", "longest", "pauses")
 NOT_OF_AGENTS = {*Workload.__struct_fields__} - {*AgentLoad.__struct_fields__}
-ONLINE_ONLY = {*Workload.__struct_fields__, *OF_A_SERVER, *OF_AGENTS} - {"seed"}
+ONLINE_ONLY = {*Workload.__struct_fields__, *OF_A_SERVER, *OF_AGENTS} - {"seed", "adapters"}
 OF_THE_RECIPE = ("overrides", "device", "tp", "dp", "load_format", "eager")
 LOADS = ", ".join(OFFLINE_NAMES)
 FOLDER = click.Path(file_okay=False, writable=True)
@@ -95,7 +95,8 @@ GIVEN: tuple[Callable[[Function], Function], ...] = (
     option("--processes", type=POSITIVE, metavar="N", group=LOAD,
            help="Send from N processes (default: half the cores, at most 4)."),
     option("--adapters", type=COUNT, default=0, metavar="N", group=LOAD,
-           help="Use N of the server's LoRA adapters in turn (default 0: the model alone)."),
+           help="Use N of the LoRA adapters in turn (default 0: the model alone). With --set "
+                "adapters.folder=dummy there are adapters.slots random ones of adapters.max_rank."),
     option("--sessions", type=POSITIVE, metavar="N", group=AGENTS,
            help="Hold N conversations (default: --concurrency, all at once)."),
     option("--turns", type=POSITIVE, metavar="N", group=AGENTS,

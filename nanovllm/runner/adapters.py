@@ -29,6 +29,7 @@ from nanovllm.plan import Int32, StepPlan
 from nanovllm.runner.batch import upload_together
 
 log = logging.getLogger("engine")
+DUMMY_SCALE = 0.02  # standard deviation of the numbers of random adapters
 
 
 def layout_of(asked: Adapters, model: Decoder) -> tuple[AdapterLayout, dict[str, Pairs]]:
@@ -37,6 +38,8 @@ def layout_of(asked: Adapters, model: Decoder) -> tuple[AdapterLayout, dict[str,
     Raise ConfigError if an adapter does not fit the model, which may have no data.
     """
     every = AdapterLayout(model)
+    if asked.is_dummy:  # they change all products but experts
+        return AdapterLayout(model, every.dense), {name: {} for name in asked.names}
     found = {name: checked(asked, name, every) for name in asked.names}
     modules = {module for pairs in found.values() for module in pairs}
     # Adapters that come later may change all products but experts, which are large.
@@ -57,6 +60,12 @@ def bank_bytes(asked: Adapters, model: Decoder, dtype: torch.dtype) -> int:
     return num_rank_pages(asked) * RANK_PAGE * layout.width * dtype.itemsize
 
 
+def random_rows(rank: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Return ranks of an adapter without files, for measurements. All calls return the same."""
+    rows_RX = torch.empty(rank, width, dtype=dtype)
+    return rows_RX.normal_(0, DUMMY_SCALE, generator=torch.Generator().manual_seed(0))
+
+
 class AdapterBank:
     """Adapters of a model, on the host by the number of their load and on the device by slot.
 
@@ -73,8 +82,12 @@ class AdapterBank:
         self.device, self.dtype = weight.device, model.embed.dtype
         self.layout, found = layout_of(asked, model)
         self.host: dict[int, Tensor] = {}  # by number: rows of whole pages
-        for number, (name, pairs) in enumerate(found.items(), 1):
-            self.host[number] = self._rows(name, pairs)
+        if asked.is_dummy:  # one copy on the host, so that 64 of them are ready at once
+            rows_RX = self._whole_pages(random_rows(asked.max_rank, self.layout.width, self.dtype))
+            self.host = dict.fromkeys(range(1, len(found) + 1), rows_RX)
+        else:
+            for number, (name, pairs) in enumerate(found.items(), 1):
+                self.host[number] = self._rows(name, pairs)
         if self.layout.fused and model.embed.mesh.lanes > 1:
             raise ConfigError("adapters of experts need a parallel.ep that is 1 or parallel.tp")
         is_special = self.layout.fused or any(".kv_b_proj" in name for name in self.layout.parts)
@@ -108,6 +121,10 @@ class AdapterBank:
             layout=self.layout,
             dtype=self.dtype,
         )
+        return self._whole_pages(rows_RX)
+
+    def _whole_pages(self, rows_RX: Tensor) -> Tensor:
+        """Return the rows with zeros up to a whole number of pages, in pinned memory on a GPU."""
         num_missing = -len(rows_RX) % RANK_PAGE
         rows_RX = torch.nn.functional.pad(rows_RX, (0, 0, 0, num_missing))
         return rows_RX.pin_memory() if self.device.type == "cuda" else rows_RX
