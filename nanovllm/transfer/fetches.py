@@ -25,12 +25,18 @@ class Fetch:
     places: Sequence[int] = ()  # of the pages in the ticket's list, in rising order
     state: Literal["queued", "running", "done"] = "queued"
 
+    def end(self) -> None:
+        """Give the buffers back to the caller."""
+        self.state = "done"
+        self.buffers = ()
+
 
 class Fetches:
     """The fetches of one peer, in order. All methods may be called from any thread.
 
-    A fetch that is cancelled, or refused before it began, stays in the queue of `take`: P
-    receives a message that its lease is not wanted.
+    A fetch that is cancelled, refused or failed before its end stays in the queue of `take`: P
+    receives a message that its lease is not wanted. This and the leases to keep outlive a break of
+    the connection, if the next connection leads to the same engine.
     """
 
     def __init__(self, results: FetchResults) -> None:
@@ -40,11 +46,16 @@ class Fetches:
         self._running: Fetch | None = None
         self._kept: set[int] = set()  # leases of requests that wait for their fetch
         self.engine: str | None = None  # that the connection leads to
+        self.last_engine: str | None = None  # of the latest connection
         self._is_closed = False
 
     def open(self, engine: str) -> None:
         """Accept fetches from this engine. `fail_all` ends that."""
         with self._changed:
+            if engine != self.last_engine:  # leases of another start of P have ended with it
+                self._kept.clear()
+                self._queue.clear()
+            self.last_engine = engine
             self.engine = None if self._is_closed else engine
 
     def add(self, fetch: Fetch) -> bool:
@@ -53,12 +64,15 @@ class Fetches:
         A ticket from before a restart of P must not meet a lease of the new engine.
         """
         with self._changed:
-            if self.engine != fetch.ticket.engine:
+            if self.last_engine != fetch.ticket.engine:
                 return False
             self._kept.discard(fetch.ticket.generation)
+            is_open = self.engine is not None
+            if not is_open:
+                fetch.end()
             self._queue.append(fetch)
             self._changed.notify_all()
-            return True
+            return is_open
 
     def keep(self, generation: int) -> None:
         """Include a lease in heartbeats before its fetch, which ends that."""
@@ -99,7 +113,7 @@ class Fetches:
         """Give the buffers back with a result, unless that has been done."""
         with self._changed:
             is_new = fetch.state != "done"
-            fetch.state = "done"
+            fetch.end()
             if self._running is fetch:
                 self._running = None
         if is_new:
@@ -108,15 +122,14 @@ class Fetches:
     def cancel(self, fetch: Fetch) -> None:
         """Give the buffers back without a result."""
         with self._changed:
-            fetch.state = "done"
+            fetch.end()
 
     def fail_all(self) -> None:
-        """End all fetches, since the connection is lost; their leases end by their expiry."""
+        """End all fetches, since the connection is lost. P receives their ends after a new one."""
         with self._changed:
             self.engine = None
-            self._kept.clear()
-            fetches = [*self._queue, *([self._running] if self._running else [])]
-            self._queue.clear()
+            fetches = [*([self._running] if self._running else []), *self._queue]
+            self._queue = deque(fetches)
         for fetch in fetches:
             self.finish(fetch, False)
 

@@ -8,7 +8,7 @@ Theory of operation:
    is checked, and then it is copied to the caller's buffer.
 3. After the last page P confirms that the lease still holds. Only then is the result True.
 4. Every fetch ends with one message to P: done, or not wanted. If the connection is lost, the
-   result is False, and the lease at P ends by its expiry.
+   result is False. P receives the message after the next connection to the same start of P.
 5. A peer that is silent for `silence_s` is given up, since a frozen one gives no error.
 """
 
@@ -82,7 +82,7 @@ class PageClient:
 
     def reads_from(self, engine: str) -> bool:
         """Return True if there is a connection to this engine."""
-        return self._peer_of(engine) is not None
+        return any(peer.fetches.engine == engine for peer in self._peers)
 
     def keep(self, ticket: Ticket) -> None:
         """Extend the lease of a ticket until it is fetched or declined."""
@@ -143,7 +143,9 @@ class PageClient:
             peer.close()
 
     def _peer_of(self, engine: str) -> PeerReader | None:
-        return next((peer for peer in self._peers if peer.fetches.engine == engine), None)
+        """Return the peer whose latest connection led to this engine."""
+        peers = [peer for peer in self._peers if peer.fetches.last_engine == engine]
+        return next((peer for peer in peers if peer.fetches.engine), peers[0] if peers else None)
 
 
 class PeerReader:
@@ -205,6 +207,7 @@ class PeerReader:
         log.info("transfer.peers: %s:%d is engine %s", *self._address, card.engine)
 
     def _serve(self) -> None:
+        self._beat()  # after a break, leases may be near their end
         while not self._closing.is_set():
             fetch = self.fetches.take(self._limits.heartbeat_s)
             if fetch is None:

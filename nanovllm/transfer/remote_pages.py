@@ -73,6 +73,7 @@ class RemotePages:
             self._warn(request_id, error.reason, str(error))
             return
         if not self._client.reads_from(ticket.engine):
+            self._client.decline(ticket)
             self._warn(request_id, "unconnected", "no transfer.peers is the engine of its ticket")
             return
         count = len(ticket.pages)

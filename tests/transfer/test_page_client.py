@@ -192,6 +192,35 @@ def test_heartbeats_keep_queued_leases(p: PrefillEngine) -> None:
         assert found == dict.fromkeys(numbers, True) and p.now > 30
 
 
+def break_connections(p: PrefillEngine) -> None:
+    with p.server._lock:
+        for sock in p.server._connections:
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+def test_leases_of_waiting_requests_outlive_a_break(p: PrefillEngine) -> None:
+    """Heartbeats go on. P also receives the ends of fetches that the break has failed."""
+    with reader(p) as d:
+        eventually(lambda: d.reads_from("p1"))
+        kept, unread, failed = p.ticket(1), p.ticket(2), p.ticket(*range(9))
+        d.keep(kept)
+        d.keep(unread)
+        p.going.clear()
+        number = d.fetch(failed, [memoryview(bytearray(PAGE_BYTES)) for _ in range(9)])
+        eventually(lambda: d._peers[0].fetches._running)
+        break_connections(p)
+        assert result(d, number) is False
+        d.decline(unread)
+        p.going.set()
+        eventually(lambda: p.leases.counts["not wanted"] == 2)
+        for _ in range(3):
+            p.now += 20
+            expires = p.leases.next_scan()
+            eventually(lambda seen=expires: p.leases.next_scan() != seen)
+        assert [lease.generation for lease in p.leases.scan()] == []
+        assert fetch(d, kept)[0] is True and p.leases.counts["expired"] == 0
+
+
 @pytest.mark.parametrize("fault", ["killed", "frozen"])
 def test_p_is_killed_or_frozen(fault: str, p: PrefillEngine,
                                caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
