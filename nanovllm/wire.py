@@ -139,6 +139,25 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
+FETCH_BYTES = tuple(4.0**power for power in range(6, 18))
+FETCH_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class TransferStats(Struct, kw_only=True):
+    """Transfers of pages to and from other engines. All but two fields are counters."""
+
+    num_leases: int = 0  # gauge of a prefill server: leases that are held
+    num_leased_pages: int = 0  # gauge
+    leases: dict[str, int] = {}  # "granted"; by their end; "late": messages after the end
+    sent_bytes: int = 0
+    tickets: dict[str, int] = {}  # of a decode server: "read", or the reason against
+    num_failed: int = 0  # fetches
+    fetched_bytes: int = 0
+    fetches_by_bytes: list[int] = []  # with up to FETCH_BYTES[i] bytes; the last entry: more
+    fetch_s: float = 0.0
+    fetches_by_s: list[int] = []  # of up to FETCH_S[i] seconds; the last entry: more
+
+
 class Stats(Struct, frozen=True, kw_only=True):
     """Statistics of an engine: current gauges, and counters since the start."""
 
@@ -183,6 +202,7 @@ class Stats(Struct, frozen=True, kw_only=True):
     # On a decode server their names begin with "peer." "loaded_tokens" is the part of cached_tokens
     # that came from these tiers; the hit_tokens also count loads after preemptions.
     tiers: dict[str, float] = {}
+    transfer: TransferStats | None = None  # only of prefill and decode servers
     adapter_slots: int = 0  # maximum adapters on the device
     # Requests by adapter: "running", "waiting". Names of unloaded adapters are left out.
     adapters: dict[str, dict[str, int]] = {}

@@ -26,7 +26,7 @@ from nanovllm.engine.adapters import AdapterChanges, ReadAdapter
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.pace import PaceKeeper, pace_of
-from nanovllm.engine.tickets import Tickets, tickets_of
+from nanovllm.engine.tickets import Tickets, TransferCounts, tickets_of
 from nanovllm.grammars.runtime.masks import Grammars
 from nanovllm.grammars.runtime.queue import CompileOutcome, Failure
 from nanovllm.ipc.channel import BlockingConnection, Listener
@@ -276,6 +276,7 @@ class Engine:
         self._outboxes: dict[int, queue.SimpleQueue[FromEngine | None]] = {}
         self._stays = stays
         self._tickets = tickets
+        self._transfers = TransferCounts(executor.lender, executor.remote)
         self._stats_due = 0.0
         for worker, connection in enumerate(connections):
             self._join(Joined(worker, connection))
@@ -403,6 +404,7 @@ class Engine:
             num_matchers=self.grammars.num_followed,
             grammar_cache_bytes=self.grammars.queue.num_kept_bytes,
             grammar_failures=dict(self.grammars.queue.failures),
+            transfer=self._transfers.stats(),
         )
 
     def publish(self, output: StepOutput) -> None:

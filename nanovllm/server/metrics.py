@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from nanovllm.server.metric_help import HELP
 from nanovllm.server.process_facts import process_facts
-from nanovllm.wire import STEP_TOKENS, Ready, Stats
+from nanovllm.wire import FETCH_BYTES, FETCH_S, STEP_TOKENS, Ready, Stats, TransferStats
 
 quoted = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -187,6 +187,8 @@ def _engine(page: _Page, engine: Seen, stats: Stats) -> None:
     _queue_and_cache(page, stats)
     if stats.tiers:
         _tiers(page, stats)
+    if stats.transfer is not None:
+        _transfers(page, stats.transfer)
     _steps(page, stats)
     if stats.accepted_by_position:
         _drafts(page, stats)
@@ -260,6 +262,27 @@ def _tiers(page: _Page, stats: Stats) -> None:
             f"vllm:kv_offload_{kind}_bytes_total", _by("tier", _by_tier(stats, f"{kind}_bytes"))
         )
         page.add(f"vllm:kv_offload_{kind}_time_total", _by("tier", _by_tier(stats, f"{kind}_s")))
+
+
+def _transfers(page: _Page, transfer: TransferStats) -> None:
+    """Add the samples of transfers between engines, under the names of vLLM's NixlConnector."""
+    leases = dict(transfer.leases)
+    late, expired = leases.pop("late", 0), leases.get("expired", 0)
+    page.add("vllm:nixl_num_kv_expired_reqs_total", expired)
+    page.add("vllm:nixl_num_notifications_after_expiry_total", late)
+    page.add("vllm:nixl_num_failed_transfers_total", transfer.num_failed)
+    for name, bounds, counts, total in (
+        ("bytes_transferred", FETCH_BYTES, transfer.fetches_by_bytes, transfer.fetched_bytes),
+        ("xfer_time_seconds", FETCH_S, transfer.fetches_by_s, transfer.fetch_s),
+    ):
+        fetches = Histogram(f"vllm:nixl_{name}", bounds)
+        fetches.counts, fetches.total = counts or fetches.counts, total
+        page.add(fetches.name, fetches.samples())
+    page.add("nanovllm:transfer_leases", transfer.num_leases)
+    page.add("nanovllm:transfer_leased_pages", transfer.num_leased_pages)
+    page.add("nanovllm:transfer_lease_events_total", _by("event", leases))
+    page.add("nanovllm:transfer_sent_bytes_total", transfer.sent_bytes)
+    page.add("nanovllm:transfer_tickets_total", _by("result", transfer.tickets))
 
 
 def _by_tier(stats: Stats, field: str) -> dict[str, float]:

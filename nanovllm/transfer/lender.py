@@ -47,6 +47,7 @@ class Lender:
         self._key = TicketKey(secret)
         self._layout = layout
         self._identity = identity
+        self._page_bytes = page_bytes
         self._lease_s = lease_s
         self._give_back: Callable[[Lease], None] = lambda _: None
         self._closing = threading.Event()
@@ -83,6 +84,10 @@ class Lender:
         )
         params = answer_params(self._key.sign(ticket), self.engine, request, num_tokens)
         return msgspec.json.encode(params).decode()
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.server.counts["pages"] * self._page_bytes
 
     def close(self) -> None:
         self._closing.set()

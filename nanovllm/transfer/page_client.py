@@ -63,7 +63,7 @@ class ReaderLimits(Struct, frozen=True, kw_only=True):
 class PageClient:
     """Connections to all peers. Methods may be called from any thread, and wait for nothing.
 
-    `counts` has the numbers of pages and fetches by result.
+    `counts` has the numbers of fetches by result. The caller empties `reads` now and then.
     """
 
     def __init__(
@@ -74,11 +74,15 @@ class PageClient:
         wake: Callable[[], None],
     ) -> None:
         self.counts: Counter[str] = Counter()
+        self.reads: list[tuple[int, float]] = []  # bytes and seconds of fetches that succeeded
         self._page_bytes = limits.page_bytes
         self._results = FetchResults(wake)
         self._numbers = itertools.count(1)
         self._open: dict[int, tuple[PeerReader, Fetch]] = {}
-        self._peers = [PeerReader(peer, secret, limits, self._results) for peer in peers]
+        self._peers = [
+            PeerReader(peer, secret, limits, self._results, note=self.reads.append)
+            for peer in peers
+        ]
 
     def reads_from(self, engine: str) -> bool:
         """Return True if there is a connection to this engine."""
@@ -152,9 +156,18 @@ class PeerReader:
     """One peer: its thread, its connection, and the fetches from it."""
 
     def __init__(
-        self, address: tuple[str, int], secret: str, limits: ReaderLimits, results: FetchResults
+        self,
+        address: tuple[str, int],
+        secret: str,
+        limits: ReaderLimits,
+        results: FetchResults,
+        *,
+        note: Callable[[tuple[int, float]], None],
     ) -> None:
+        """`note` is called with the bytes and seconds of each fetch that succeeded."""
         self.fetches = Fetches(results)
+        self._note = note
+        self._is_measured = False  # a fetch on this connection has been logged
         self._address = address
         self._secret = secret
         self._limits = limits
@@ -203,6 +216,7 @@ class PeerReader:
         for name in ("identity", "layout", "page_bytes"):
             if getattr(card, name) != getattr(self._limits, name):
                 raise PeerError(name, f"its {name} differs: serve the same model and recipe")
+        self._is_measured = False
         self.fetches.open(card.engine)
         log.info("transfer.peers: %s:%d is engine %s", *self._address, card.engine)
 
@@ -213,7 +227,10 @@ class PeerReader:
             if fetch is None:
                 self._beat()
             elif self.fetches.is_running(fetch):
+                began = time.monotonic()
                 ok = self._fetch(fetch)
+                if ok:
+                    self._measured(len(fetch.places), time.monotonic() - began)
                 self._finish(fetch, "done" if ok else "not wanted")
                 self.fetches.finish(fetch, ok)
             else:
@@ -239,6 +256,16 @@ class PeerReader:
         self._connection.send(encode(CheckLease(generation)))
         checked, _ = self._receive(LeaseAnswer)
         return checked == LeaseAnswer(generation, True)
+
+    def _measured(self, num_pages: int, seconds: float) -> None:
+        """Note the size and time of a fetch. Log the rate of the first one."""
+        num_bytes = num_pages * self._limits.page_bytes
+        self._note((num_bytes, seconds))
+        if not self._is_measured:
+            self._is_measured = True
+            rate = num_bytes / max(seconds, 1e-9) / 1e9
+            text = "transfer.peers: %s:%d sent its first %d pages, %.1f MB, at %.2f GB/s"
+            log.info(text, *self._address, num_pages, num_bytes / 1e6, rate)
 
     def _beat(self) -> None:
         """Extend the leases that are wanted, and notice if the peer is gone."""

@@ -142,6 +142,16 @@ class RemotePages:
                 self._warn(offer.request_id, "lost", "the prefill server did not send its pages")
         return results
 
+    @property
+    def num_failed(self) -> int:
+        """Number of fetches that have failed."""
+        return self._client.counts["failed"]
+
+    def taken_reads(self) -> list[tuple[int, float]]:
+        """Return bytes and seconds of the fetches that succeeded since the last call."""
+        reads = self._client.reads
+        return [reads.pop(0) for _ in range(len(reads))]
+
     def close(self) -> None:
         self._client.close()
 

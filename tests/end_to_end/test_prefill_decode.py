@@ -112,6 +112,9 @@ def test_pages_pass_from_p_to_d(servers: Servers) -> None:
     assert not servers.warnings()
     page = httpx.get(servers.d.url + "/metrics").text
     assert re.search(rf'nanovllm:tier_hit_tokens_total{{.*tier="peer".*}} {cached}\b', page), page
+    assert re.search(r"vllm:nixl_bytes_transferred_count{.*} 1\b", page), page
+    assert servers.p.metric("nanovllm:transfer_leases") == 1  # that of Tim's prompt
+    assert any("sent its first" in line for line in servers.d.lines)
     servers.decode(body, forced)  # its prompt differs, so P gets its pages back
     for server in (servers.p, servers.d):
         assert any(f"id={ID}" in line for line in server.lines)

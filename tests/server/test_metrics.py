@@ -15,7 +15,7 @@ from nanovllm.bench.report import by_label, samples_of
 from nanovllm.experts import ExpertLoad
 from nanovllm.server.metrics import Histogram, HttpCounts, Metrics, Seen, counted, render
 from nanovllm.server.process_facts import process_facts
-from nanovllm.wire import Stats
+from nanovllm.wire import Stats, TransferStats
 from tests.server.fake_engine import READY
 
 STATS = Stats(
@@ -217,6 +217,31 @@ def test_tiers_have_the_names_of_vllm() -> None:
     assert (told["Hits in host tier (%)"], told["Hits in disk tier (%)"]) == (15.0, 10.0)
 
 
+TRANSFER = TransferStats(
+    num_leases=2, num_leased_pages=9, sent_bytes=640, num_failed=4, fetched_bytes=5000,
+    leases={"granted": 8, "done": 3, "not wanted": 1, "expired": 2, "late": 5},
+    tickets={"read": 2, "forged": 1}, fetch_s=0.5,
+    fetches_by_bytes=[1, 1, *[0] * 11], fetches_by_s=[0, 2, *[0] * 11],
+)  # fmt: skip
+
+
+def test_transfers_have_the_names_of_vllm() -> None:
+    assert "nixl" not in page(Metrics()) and "transfer" not in page(Metrics())
+    found = samples_of(page(Metrics(), stats=replace(STATS, transfer=TRANSFER)))
+    names = ("num_kv_expired_reqs_total", "num_notifications_after_expiry_total",
+             "num_failed_transfers_total", "bytes_transferred_sum", "bytes_transferred_count",
+             "xfer_time_seconds_sum", "xfer_time_seconds_count")  # fmt: skip
+    values = [by_label(found, f"vllm:nixl_{name}")[""] for name in names]
+    assert values == [2, 5, 4, 5000, 2, 0.5, 2]
+    times = by_label(found, "vllm:nixl_xfer_time_seconds_bucket", "le")
+    assert (times["0.001"], times["0.005"], times["+Inf"]) == (0, 2, 2)
+    own = [by_label(found, f"nanovllm:transfer_{name}")[""] for name in ("leases", "leased_pages")]
+    assert own == [2, 9] and by_label(found, "nanovllm:transfer_sent_bytes_total") == {"": 640}
+    ends = by_label(found, "nanovllm:transfer_lease_events_total", "event")
+    assert ends == {"granted": 8, "done": 3, "not wanted": 1, "expired": 2}
+    assert by_label(found, "nanovllm:transfer_tickets_total", "result") == {"read": 2, "forged": 1}
+
+
 def test_experts_are_told_of_by_rank_and_by_layer() -> None:
     assert "expert" not in page(Metrics())
     imbalance = {"3/experts": 2.5, "3/ranks": 1.25, "4/experts": 4.0, "4/ranks": 1.0}
@@ -234,7 +259,8 @@ def test_every_line_is_a_sample_or_a_type_said_once() -> None:
     metrics.finished["stop"] += 1
     metrics.rejected["queue_full"] += 2
     load = ExpertLoad([0], bytes(16), bytes(8))
-    stats = replace(STATS, accepted_by_position=[3, 0], experts=load, tiers=TIERS)
+    stats = replace(STATS, accepted_by_position=[3, 0], experts=load, tiers=TIERS,
+                    transfer=TRANSFER)  # fmt: skip
     text = page(metrics, model='a "b"\\c\nd', stats=stats)
     assert r'model_name="a \"b\"\\c\nd"' in text
     said = [line.split(" ", 3) for line in text.splitlines() if line.startswith("#")]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import pytest
 from msgspec.structs import replace
 
@@ -17,6 +18,7 @@ from nanovllm.server.ranges import ranges
 from nanovllm.server.served import Served
 from nanovllm.server.template import Prompt
 from tests.server.fake_engine import READY
+from tests.server.serving import body, eventually
 
 ASKED = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
@@ -49,6 +51,17 @@ def test_a_prefill_request_computes_one_token(api, more) -> None:
     (sent,) = api.engine.generates
     assert sent.lends and not sent.ticket and not sent.grammar
     assert sent.max_new == 1 and sent.sampling.min_tokens == 0
+
+
+def test_a_prompt_is_aborted_when_the_router_leaves(api) -> None:
+    """vllm-router closes its connection to the prefill server as soon as the client leaves."""
+    api.engine.is_stuck = True
+    with pytest.raises(httpx.ReadTimeout):
+        leg = body(max_tokens=1, min_tokens=1, stream=False, kv_transfer_params=ASKED)
+        api.http.post("/v1/chat/completions", json=leg, timeout=0.2)
+    (sent,) = api.engine.generates
+    assert sent.lends
+    eventually(lambda: api.engine.aborts == [sent.request_id])
 
 
 def test_without_a_lease_the_answer_has_no_object(api) -> None:
