@@ -115,6 +115,9 @@ class Copies(Struct, frozen=True, array_like=True):
     pairs: list[tuple[int, int]]  # (from, to): a page and a host slot, or a host slot and a page
     # Of a load: (key, host slot) of pages to read from the tier below before the copies.
     fetches: list[tuple[bytes, int]] = []
+    # The parts of a recurrent state likewise, and the checkpoint that they are copied to.
+    state_fetches: list[tuple[bytes, int]] = []
+    state_to: int = -1
 
 
 class Write(Struct, frozen=True, array_like=True):

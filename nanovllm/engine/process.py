@@ -336,7 +336,7 @@ class Engine:
             case Joined():
                 self._join(message)
             case Lease():
-                self.scheduler.take_back(message.pages)
+                self.scheduler.take_back(message.pages, message.state)
             case Left(worker):
                 self._drop(worker)
             case Generate():

@@ -47,6 +47,8 @@ class Checkpoints:
         # Tokens to compute again; inf where a place has no state.
         self._costs_C = np.full(count, np.inf)
         self._used_C = np.zeros(count)
+        self._num_holders_C = np.zeros(count, np.int64)
+        self._orphans: set[int] = set()  # places that are held and whose state was removed
         self._now = 0  # clock: incremented by each use and each take()
 
     def get(self, key: Key) -> Checkpoint | None:
@@ -74,22 +76,46 @@ class Checkpoints:
 
     # -- keeping ------------------------------------------------------------------------------
 
+    def may_take(self, spared: int) -> bool:
+        """Return True if `take` would return a place."""
+        return bool(self._blank) or self._cheapest(self._now + 1, spared) is not None
+
     def take(self, spared: int) -> int:
         """Return a place for a state that saves `spared` tokens; -1 if all others are worth more.
 
-        If no place is blank, evict the checkpoint of the least value.
+        If no place is blank, evict the checkpoint of the least value that is not held.
         """
         self._now += 1
         if self._blank:
             return self._blank.pop()
-        values_C = self._costs_C / (self._now - self._used_C + 1)
-        if not self.count or values_C[worst := int(values_C.argmin())] >= spared:
+        if (evicted := self._cheapest(self._now, spared)) is None:
             return -1
         self.events["evicted"] += 1
-        evicted = self._by_id[worst]
-        assert evicted is not None
         self.remove(evicted)
         return self._blank.pop()
+
+    def _cheapest(self, now: int, spared: int) -> Checkpoint | None:
+        """Return the checkpoint of the least value if that is less than `spared`."""
+        if not self.count:
+            return None
+        values_C = self._costs_C / (now - self._used_C + 1)
+        values_C[self._num_holders_C > 0] = np.inf
+        worst = int(values_C.argmin())
+        return self._by_id[worst] if values_C[worst] < spared else None
+
+    def hold(self, place: int) -> None:
+        """Keep the state in a place unchanged until `drop`, also if it is removed meanwhile."""
+        self._num_holders_C[place] += 1
+
+    def drop(self, place: int) -> None:
+        self._num_holders_C[place] -= 1
+        if place in self._orphans and not self._num_holders_C[place]:
+            self._orphans.remove(place)
+            self._blank.append(place)
+
+    @property
+    def num_held(self) -> int:
+        return int(np.count_nonzero(self._num_holders_C))
 
     def give_back(self, place: int) -> None:
         """Return a place that was taken and not used."""
@@ -129,7 +155,10 @@ class Checkpoints:
         self.sizes["kept"] -= 1
         self._by_id[checkpoint.id] = None
         self._costs_C[checkpoint.id] = np.inf
-        self._blank.append(checkpoint.id)
+        if self._num_holders_C[checkpoint.id]:
+            self._orphans.add(checkpoint.id)
+        else:
+            self._blank.append(checkpoint.id)
 
     def _set_before(self, checkpoint: Checkpoint, before: Checkpoint | None) -> None:
         checkpoint.before, first = before, 0

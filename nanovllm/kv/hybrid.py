@@ -16,6 +16,9 @@ preemption means that no page is free, so its last page is reused at once.
 With a tier of host memory, a checkpoint stays as long as its page is on any tier. Pages are loaded
 only up to a checkpoint. It may be evicted during the load; the request then begins anew.
 
+Pages of another engine come with the state after the last one, as one load. A prefill engine lends
+both: the state is held in its place, like the pages, until the lease has ended.
+
 Decision: a checkpoint may be reassigned while steps that read or write it are in flight, because
 plans run in order on one stream. Within a plan, running states are saved first, then admissions
 restore, then chunks save. A plan thus restores complete states and overwrites states after their
@@ -26,6 +29,7 @@ last read. A checkpoint written by a chunk can be found from the next plan on; o
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -34,10 +38,11 @@ from nanovllm.kv.checkpoints import Checkpoints
 from nanovllm.kv.costs import DISK_RATE, HOST_RATE, TransferCosts
 from nanovllm.kv.keys import Key, PageKeys
 from nanovllm.kv.layout import CacheLayout
-from nanovllm.kv.memory import Found, KVMemory, Texts
+from nanovllm.kv.memory import Found, KVMemory, Lent, Texts
 from nanovllm.kv.split import host_page_bytes, num_host_pages
 from nanovllm.kv.tiered import TieredMemory
 from nanovllm.kv.tiers import MOST_STORING, Below, HostTier
+from nanovllm.plan import Moved
 
 EVERY = 4096  # tokens; computing these again takes several times as long as a decode step
 LOOKED_AT = 32  # maximum number of waiting requests that are compared
@@ -75,6 +80,8 @@ class HybridMemory(TieredMemory):
         self._texts: dict[int, SavedText] = {}
         self._unpublished: dict[Key, tuple[int, PageKeys, int]] = {}  # place, page keys, tokens
         self._saves: dict[int, int] = {}  # for the next plan: slot by checkpoint
+        # Page keys and tokens of states that loads bring, by ticket.
+        self._fetches: dict[int, tuple[PageKeys, int]] = {}
 
     # -- admission --------------------------------------------------------------------------
 
@@ -97,6 +104,8 @@ class HybridMemory(TieredMemory):
         known = keys.num_known * self.page_tokens
         if self._is_worth(known - found.num_cached) and any(self.states.beyond(start, keys, known)):
             text.fork = known
+        if found.ticket and found.checkpoint < 0:
+            self._fetches[found.ticket] = keys, found.num_cached
         if found.ticket:  # only the pages on the device are cached before the load has ended
             named = self._holdings[request_id].num_named
             return found._replace(num_cached=named * self.page_tokens)
@@ -117,17 +126,49 @@ class HybridMemory(TieredMemory):
         return Found(pages[: state.num_tokens // size], state.num_tokens, 0, state.id)
 
     def _find_on_tiers(self, keys: PageKeys) -> tuple[Found, list[Key]]:
-        """Return the longest prefix that ends at a checkpoint."""
+        """Return the longest prefix that ends at a checkpoint, here or on another engine."""
         found, size = self.find(keys), self.page_tokens
         pages = KVMemory.find(self, keys, copies=False).pages
         below = self.tier.following(keys, len(pages), self._most_shared(keys))
-        state = self.states.longest(keys, (len(pages) + len(below)) * size)
+        known = len(pages) + len(below)
+        state = self.states.longest(keys, known * size)
+        own = 0 if state is None else state.num_tokens // size
+        for end in range(known, own, -1) if self._reads_states else ():
+            num_loads = max(end - len(pages), 0)
+            if self.tier.state_keys(keys.full(end - 1), num_loads):
+                if self.states.may_take(end * size):
+                    return Found(pages[:end], end * size), below[:num_loads]
+                break
         if state is None or state.num_tokens <= len(pages) * size:
             return found, []
         loads = below[: state.num_tokens // size - len(pages)]
         if not self._worthwhile(loads, state.num_tokens - found.num_cached):
             return found, []
         return Found(pages, state.num_tokens, checkpoint=state.id), loads
+
+    @property
+    def _reads_states(self) -> bool:
+        return self.tier.below is not None and self.tier.below.is_remote
+
+    def _state_to_fetch(
+        self, found: Found, keys: PageKeys, loads: list[Key]
+    ) -> tuple[int, list[Key]]:
+        if found.checkpoint >= 0 or not found.num_cached:
+            return -1, []
+        end = keys.full(found.num_cached // self.page_tokens - 1)
+        parts = self.tier.state_keys(end, len(loads))
+        return self.states.take(found.num_cached), parts
+
+    def moved(self, moved: Moved) -> tuple[int, bool]:
+        load = self.tier.loads.get(moved.ticket)
+        request_id, ok = super().moved(moved)
+        if load is not None and load.state_to >= 0:
+            keys, num_tokens = self._fetches.pop(moved.ticket)
+            if ok and keys.last(num_tokens) in self._page_of:
+                self.states.put(load.state_to, keys, num_tokens)
+            else:
+                self.states.give_back(load.state_to)
+        return request_id, ok
 
     def arrived(self, request_id: int) -> Found | None:
         found, keys = super().arrived(request_id), self._holdings[request_id].keys
@@ -229,6 +270,27 @@ class HybridMemory(TieredMemory):
         return [(slot, checkpoint) for checkpoint, slot in saves.items()]
 
     # -- departures -------------------------------------------------------------------------
+
+    def lend(self, request_id: int, num_pages: int) -> Lent:
+        """Lend the pages before the longest saved state, and hold this state.
+
+        At most half of the places hold states for other engines.
+        """
+        holding = self._holdings.get(request_id)
+        if holding is None or 2 * self.states.num_held >= self.states.count:
+            return Lent([], b"")
+        state = self.states.longest(holding.keys, num_pages * self.page_tokens)
+        if state is None:
+            return Lent([], b"")
+        lent = super().lend(request_id, state.num_tokens // self.page_tokens)
+        if lent.pages:
+            self.states.hold(state.id)
+        return lent._replace(state=state.id if lent.pages else -1)
+
+    def take_back(self, pages: Sequence[int], state: int = -1) -> None:
+        super().take_back(pages)
+        if state >= 0:
+            self.states.drop(state)
 
     def invalidate(self, request_id: int, start: int = 0) -> None:
         """Also remove states, including those that other requests saved on these pages."""

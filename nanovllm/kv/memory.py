@@ -55,6 +55,14 @@ class Found(NamedTuple):
     ticket: int = 0  # transfer that brings the last pages of the prefix; 0 = none
 
 
+class Lent(NamedTuple):
+    """Pages of a finished prompt that stay held for another engine. None are lent if empty."""
+
+    pages: list[int]
+    key: Key  # of the last page
+    state: int = -1  # checkpoint of the recurrent state after these pages
+
+
 class KVMemory:
     """Pages of all requests, by request id. `prefix=False` turns reuse off."""
 
@@ -365,21 +373,18 @@ class KVMemory:
             self._forget(page)
             self.pool.blank(page)
 
-    def lend(self, request_id: int, num_pages: int) -> tuple[list[int], Key]:
-        """Hold the first pages of a request once more. Return them, and the key of the last one.
-
-        Return no pages if they are not all registered.
-        """
+    def lend(self, request_id: int, num_pages: int) -> Lent:
+        """Hold the first pages of a request once more. Return them, if all are registered."""
         holding = self._holdings.get(request_id)
         if holding is None or not 0 < num_pages <= holding.num_named:
-            return [], b""
+            return Lent([], b"")
         pages = holding.pages[:num_pages]
         for page in pages:
             self.pool.hold(page)
-        return pages, holding.keys.full(num_pages - 1)
+        return Lent(pages, holding.keys.full(num_pages - 1))
 
-    def take_back(self, pages: Sequence[int]) -> None:
-        """Drop pages that `lend` returned."""
+    def take_back(self, pages: Sequence[int], state: int = -1) -> None:
+        """Drop pages and a state that `lend` returned."""
         self._num_releases += 1
         self._drop(list(pages))
 

@@ -68,13 +68,22 @@ class TieredMemory(KVMemory):
         cached = found.num_cached if found.source else len(own) * self.page_tokens
         tier.counts["asked_tokens"] += len(holding.keys.tokens)
         tier.counts["gpu.hit_tokens"] += cached
-        if not loads:
+        state_to, parts = self._state_to_fetch(found, holding.keys, loads)
+        if not loads and not parts:
             return 0
         pages = holding.pages[len(own) : len(own) + len(loads)]
         if again := set(self._to_clean).intersection(pages):
             self._to_clean = [page for page in self._to_clean if page not in again]
             self._dirty |= again
-        return tier.start_load(request_id, len(own), keys=loads, pages=pages)
+        return tier.start_load(
+            request_id, len(own), keys=loads, pages=pages, state_keys=parts, state_to=state_to
+        )
+
+    def _state_to_fetch(
+        self, found: Found, keys: PageKeys, loads: list[Key]
+    ) -> tuple[int, list[Key]]:
+        """Return the checkpoint for a state that a load brings, and the keys of its parts."""
+        return -1, []
 
     def awaited(self, keys: PageKeys, before: int) -> int:
         if not self.tier.loads:

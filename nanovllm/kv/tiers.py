@@ -73,6 +73,13 @@ class Below(Protocol):
         """Return True if a page can be read. Do not wait."""
         ...
 
+    def state_keys(self, key: Key) -> list[Key]:
+        """Return the keys of the parts of the state after a page. Each takes a host slot.
+
+        Return an empty list if the state cannot be read.
+        """
+        ...
+
 
 @dataclass(slots=True)
 class PageStore:
@@ -94,6 +101,8 @@ class PageLoad:
     pages: list[int]
     slots: list[int]
     fetched: dict[Key, int]  # slots that the tier below fills first
+    state: dict[Key, int] = field(default_factory=dict)  # slots for the parts of a recurrent state
+    state_to: int = -1  # checkpoint that they are copied to
     is_void: bool = False  # a key was invalidated since its start
 
 
@@ -151,7 +160,7 @@ class HostTier:
         """
         found: list[Key] = []
         num_fetched = 0
-        room = len(self._free) + len(self._kept) - len(self._readers) if self.below else 0
+        room = self._num_blank() if self.below else 0
         for index in range(first, end):
             key = keys.full(index)
             room -= 1  # a kept page of the load cannot be evicted, a fetched one needs a slot
@@ -163,6 +172,19 @@ class HostTier:
             num_fetched += not is_kept
             found.append(key)
         return found
+
+    def _num_blank(self) -> int:
+        """Return how many slots `_blank_slot` can return at most."""
+        return len(self._free) + len(self._kept) - len(self._readers)
+
+    def state_keys(self, end: Key, num_pages: int) -> list[Key]:
+        """Return the keys of the parts of the state after the page of key `end`.
+
+        Return an empty list if the tier below has no such state, or there are too few slots for it
+        and `num_pages` that are loaded with it.
+        """
+        parts = [] if self.below is None else self.below.state_keys(end)
+        return parts if len(parts) + num_pages <= self._num_blank() else []
 
     def _is_below(self, key: Key) -> bool:
         return self.below is not None and key not in self._storing and self.below.holds(key)
@@ -301,19 +323,40 @@ class HostTier:
 
     # -- loads ------------------------------------------------------------------------------
 
-    def start_load(self, request_id: int, first: int, keys: list[Key], pages: list[int]) -> int:
-        """Start a load of pages that `following` returned to blank ones. Return its ticket."""
+    def start_load(
+        self,
+        request_id: int,
+        first: int,
+        keys: list[Key],
+        pages: list[int],
+        *,
+        state_keys: Iterable[Key] = (),
+        state_to: int = -1,
+    ) -> int:
+        """Start a load of pages that `following` returned to blank ones. Return its ticket.
+
+        With `state_keys`, the load also brings a state, to a checkpoint.
+        """
         self.touch(reversed(keys))
         self._readers.update(self._kept[key] for key in keys if key in self._kept)
         fetched = {key: self._blank_slot() for key in keys if key not in self._kept}
-        assert -1 not in fetched.values(), "no slot for a page from the tier below"
+        state = {key: self._blank_slot() for key in state_keys}
+        assert -1 not in (*fetched.values(), *state.values()), "no slot for a part of a load"
         slots = [fetched[key] if key in fetched else self._kept[key] for key in keys]
         self._ticket += 1
         self.loads[self._ticket] = PageLoad(
-            request_id=request_id, first=first, keys=keys, pages=pages, slots=slots, fetched=fetched
+            request_id=request_id,
+            first=first,
+            keys=keys,
+            pages=pages,
+            slots=slots,
+            fetched=fetched,
+            state=state,
+            state_to=state_to,
         )
         pairs = list(zip(slots, pages, strict=True))
-        self._moves.loads.append(Copies(self._ticket, pairs, [*fetched.items()]))
+        parts = [*state.items()]
+        self._moves.loads.append(Copies(self._ticket, pairs, [*fetched.items()], parts, state_to))
         return self._ticket
 
     def end_load(self, ticket: int, *, ok: bool) -> tuple[PageLoad, bool]:
@@ -328,11 +371,12 @@ class HostTier:
                 self._kept[key] = slot
             else:
                 self._free.append(slot)
+        self._free += load.state.values()
         self._moves.ended.append(ticket)
         if ok:
             self.counts["host.loaded"] += len(own)
             self.counts["disk.loaded"] += len(load.fetched)
-        elif load.fetched:
+        elif load.fetched or load.state:
             self.counts["disk.failed"] += 1
         else:
             self.counts["host.failed"] += 1
@@ -359,11 +403,11 @@ class HostTier:
     def measured(self, moved: Moved, num_pages: int, *, is_load: bool) -> None:
         """Count the bytes and the time of a transfer."""
         kind = "load" if is_load else "store"
-        if moved.fetch_s:
-            self.costs.fetched(len(self.loads[moved.ticket].fetched), moved.fetch_s)
+        if moved.fetch_s and (num_fetched := len(self.loads[moved.ticket].fetched)):
+            self.costs.fetched(num_fetched, moved.fetch_s)
         self.counts[f"host.{kind}_bytes"] += moved.num_bytes
         self.seconds[kind] += moved.seconds
-        if is_load and moved.ok:
+        if is_load and moved.ok and num_pages:
             self.costs.loaded(num_pages, moved.seconds)
 
     # -- writes to the tier below -----------------------------------------------------------
@@ -479,7 +523,8 @@ class HostTier:
         reading = Counter(slot for _, slot in self._writes.values())
         reading += Counter(loaded) - Counter(fetched)
         assert reading == self._readers and self._orphans <= set(reading)
-        places = [*self._free, *self._kept.values(), *stored, *fetched, *self._orphans]
+        parts = [slot for load in self.loads.values() for slot in load.state.values()]
+        places = [*self._free, *self._kept.values(), *stored, *fetched, *parts, *self._orphans]
         assert sorted(places) == list(range(self.num_slots)), "a slot is lost or in two places"
         assert set(reading) <= {*self._kept.values(), *self._orphans}, "a read slot is free"
         assert self._unverified <= {*self._kept, *self._storing}

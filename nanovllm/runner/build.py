@@ -73,7 +73,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
     adapters = adapters_of(found.recipe, model)
     runner, recipe = with_caches(found, model, draft_model, adapters)
     add_tiers(runner, config, found)
-    pages = HostPages(runner.caches, 0)
+    pages = HostPages(runner.caches, 0, runner.states.saved_NX)
     runner.lender = lender_of(config, found, pages, int(recipe.cache.pages))
     sized = time.perf_counter()
     own = found.model_config.max_position_embeddings
@@ -241,8 +241,8 @@ def with_caches(
 def add_tiers(runner: Runner, config: Config, found: Resolved) -> None:
     """Allocate pages in host memory, and open the disk or connect to peers, by the recipe."""
     if count := num_host_pages(found.recipe.cache, found.layout, found.page_tokens):
-        pages = HostPages(runner.caches, count)
-        open_below = remote_of(config, found, pages.page_bytes) or disk_of(config, found)
+        pages = HostPages(runner.caches, count, runner.states.saved_NX)
+        open_below = remote_of(config, found, pages) or disk_of(config, found)
         runner.mover = Mover(pages, open_below)
 
 

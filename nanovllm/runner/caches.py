@@ -81,6 +81,8 @@ def make_caches(
 class NoStates:
     """Substitute for a model without recurrent states."""
 
+    saved_NX = None
+
     def __init__(self) -> None:
         self.by_layer: dict[int, DeltaStates] = {}
 

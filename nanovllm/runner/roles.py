@@ -29,20 +29,23 @@ def check_role(found: Resolved) -> TransferRole | None:
         return None
     if found.mesh.size > 1:
         raise ConfigError("transfer needs parallel.tp and ep of 1; drop one of them")
-    if found.layout.state is not None:
-        raise ConfigError("transfer has no place for the model's recurrent states; drop it")
     if not found.recipe.cache.prefix:
         raise ConfigError("transfer needs cache.prefix, which is false; drop one of them")
     return asked
 
 
-def remote_of(config: Config, found: Resolved, page_bytes: int) -> OpenRemote | None:
+def remote_of(config: Config, found: Resolved, pages: HostPages) -> OpenRemote | None:
     """Return a function that connects a decode server to its peers; None for other servers."""
     asked = check_role(found)
     if asked is None or asked.role != "decode":
         return None
     layout, identity = digests(config, found)
-    limits = ReaderLimits(layout=layout, identity=identity, page_bytes=page_bytes)
+    limits = ReaderLimits(
+        layout=layout,
+        identity=identity,
+        page_bytes=pages.page_bytes,
+        state_parts=pages.state_parts,
+    )
     peers = [address_of(peer, "transfer.peers") for peer in asked.peers]
     return partial(RemotePages, peers, secret_for(asked), limits)
 
@@ -56,6 +59,7 @@ def lender_of(config: Config, found: Resolved, pages: HostPages, num_pages: int)
     if asked is None or asked.role != "prefill" or asked.listen is None:
         return None
     layout, identity = digests(config, found)
+    reader = PageReader(pages)
     try:
         return Lender(
             address_of(asked.listen, "transfer.listen"),
@@ -64,7 +68,9 @@ def lender_of(config: Config, found: Resolved, pages: HostPages, num_pages: int)
             identity=identity,
             page_bytes=pages.page_bytes,
             most_pages=int(num_pages * MOST_LENT),
-            page=PageReader(pages).page,
+            page=reader.page,
+            state=reader.state,
+            state_parts=pages.state_parts,
         )
     except OSError as error:
         raise ConfigError(f"transfer.listen {asked.listen} cannot be used: {error}") from None
@@ -82,7 +88,7 @@ def digests(config: Config, found: Resolved) -> tuple[bytes, bytes]:
 
 
 class PageReader:
-    """Reader of pages from the device, for threads of the page server."""
+    """Reader of pages and states from the device, for threads of the page server."""
 
     def __init__(self, pages: HostPages) -> None:
         self._pages = pages
@@ -95,3 +101,11 @@ class PageReader:
         for own, part in pages.parts(row, page):
             own.copy_(part)
         return memoryview(row.cpu().numpy().data)
+
+    @torch.inference_mode()
+    def state(self, checkpoint: int, part: int) -> memoryview:
+        """Return one part of a state that does not change any more, as long as a page."""
+        row = torch.zeros(self._pages.page_bytes, dtype=torch.uint8)
+        own = self._pages.state_part(checkpoint, part)
+        row[: len(own)].copy_(own)
+        return memoryview(row.numpy().data)

@@ -36,9 +36,14 @@ PIECE_BYTES = 64 << 30  # of one allocation: CUDA fails to pin 512 GiB at once
 
 
 class HostPages:
-    """Pinned memory for `num_slots` pages of the caches. A page is a row of bytes."""
+    """Pinned memory for `num_slots` pages of the caches. A page is a row of bytes.
 
-    def __init__(self, caches: Caches, num_slots: int) -> None:
+    A checkpoint of recurrent states has `state_parts` parts of the size of a page.
+    """
+
+    def __init__(
+        self, caches: Caches, num_slots: int, checkpoints_NX: Tensor | None = None
+    ) -> None:
         # Tensors of the caches, with the place of their part in a page: offset and bytes.
         self._parts: list[tuple[Tensor, int, int]] = []
         end = 0
@@ -48,6 +53,11 @@ class HostPages:
             end += part.nbytes
         self.page_bytes = -(-end // HOST_ALIGNED) * HOST_ALIGNED
         self.device = caches.tensors[0].device
+        self._checkpoints_NX = checkpoints_NX
+        state_bytes = 0
+        if checkpoints_NX is not None:
+            state_bytes = checkpoints_NX.shape[1] * checkpoints_NX.itemsize
+        self.state_parts = -(-state_bytes // self.page_bytes)
         self._per_piece = max(1, PIECE_BYTES // self.page_bytes)
         self._pieces: list[Tensor] = []
         for first in range(0, num_slots, self._per_piece):
@@ -78,6 +88,12 @@ class HostPages:
                 own = row[start : start + num_bytes].view(part.dtype)
                 found.append((own.view(part.shape), part))
         return found
+
+    def state_part(self, checkpoint: int, part: int) -> Tensor:
+        """Return the bytes of one part of a checkpoint. The last part may be shorter."""
+        assert self._checkpoints_NX is not None
+        row = self._checkpoints_NX[checkpoint].view(torch.uint8)
+        return row[part * self.page_bytes : (part + 1) * self.page_bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +159,7 @@ class Mover:
         for copies in moves.stores:
             self._enqueue("stores", copies, issued)
         for copies in moves.loads:
-            if copies.fetches:
+            if copies.fetches or copies.state_fetches:
                 self._fetch(copies)
             else:
                 self._enqueue("loads", copies, issued)
@@ -166,8 +182,10 @@ class Mover:
                     self._store(*pair)
                 else:
                     self._load(*pair)
+            for part, (_, slot) in enumerate(copies.state_fetches):
+                self._load_state(slot, copies.state_to, part)
             end = self._recorded()
-        num_bytes = len(copies.pairs) * self.host.page_bytes
+        num_bytes = (len(copies.pairs) + len(copies.state_fetches)) * self.host.page_bytes
         self._started[kind].append(StartedCopies(copies.ticket, begin, end, num_bytes))
         self._ends[copies.ticket] = end
         if self._to_watch is not None:
@@ -189,6 +207,14 @@ class Mover:
         for own, part in self.host.parts(staged, page):
             part.copy_(own)
 
+    def _load_state(self, slot: int, checkpoint: int, part: int) -> None:
+        """Copy a part of a state. Copies to checkpoints in host memory also go by the stream."""
+        row, target = self.host.row(slot), self.host.state_part(checkpoint, part)
+        staged = self._staging.get("loads", row)
+        if staged is not row:
+            staged.copy_(row, non_blocking=True)
+        target.copy_(staged[: len(target)], non_blocking=True)
+
     def _call_wake(self) -> None:
         self._wake()
 
@@ -196,7 +222,8 @@ class Mover:
         """Begin to read a load's pages from the tier below."""
         assert self.disk is not None
         fetch = PendingLoad(copies, time.perf_counter(), 0)
-        pages = [(key, self.host.payload(slot)) for key, slot in copies.fetches]
+        wanted = (*copies.fetches, *copies.state_fetches)
+        pages = [(key, self.host.payload(slot)) for key, slot in wanted]
         for ticket in self.disk.read_all(pages):
             self._reads[ticket] = fetch
             fetch.left += 1

@@ -24,10 +24,12 @@ from nanovllm.wire import Finish, FinishReason, Generate, Refusal, RefusalKind, 
 class PageLender(Protocol):
     """Grants leases of pages to decode servers."""
 
-    def lend(self, request: str, pages: Sequence[int], text: bytes, num_tokens: int) -> str:
+    def lend(
+        self, request: str, pages: Sequence[int], text: bytes, num_tokens: int, *, state: int
+    ) -> str:
         """Return the object of the answer in JSON, or "" without a lease.
 
-        `text` is the key of the last page.
+        `text` is the key of the last page. `state` is a checkpoint, or -1.
         """
         ...
 
@@ -362,12 +364,13 @@ class Queue:
             return ""
         memory = self.memory
         num_pages = (request.num_prompt - 1) // memory.page_tokens  # D computes the last token
-        pages, text = memory.lend(request.id, num_pages)
+        pages, text, state = memory.lend(request.id, num_pages)
         if not pages:
             return ""
-        num_tokens = num_pages * memory.page_tokens
-        if not (handover := self.lender.lend(str(request.id), pages, text, num_tokens)):
-            memory.take_back(pages)
+        num_tokens = len(pages) * memory.page_tokens
+        handover = self.lender.lend(str(request.id), pages, text, num_tokens, state=state)
+        if not handover:
+            memory.take_back(pages, state)
         return handover
 
     def _leave(self, request: Request, state: State) -> None:

@@ -293,9 +293,9 @@ class Scheduler:
         """Process the end of a transfer."""
         self.queue.moved(moved)
 
-    def take_back(self, pages: Sequence[int]) -> None:
-        """Release pages whose lease has ended."""
-        self.memory.take_back(pages)
+    def take_back(self, pages: Sequence[int], state: int = -1) -> None:
+        """Release pages and a state whose lease has ended."""
+        self.memory.take_back(pages, state)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Note the device time of a step that computed only prompts, `num_tokens` in all."""

@@ -26,13 +26,14 @@ End = Literal["done", "not wanted"]
 
 @dataclass(slots=True)
 class Lease:
-    """Pages of one request. Times are monotonic seconds."""
+    """Pages of one request, and perhaps a recurrent state. Times are monotonic seconds."""
 
     generation: int
     request: str
     pages: tuple[int, ...]
     expires: float
     last_end: float  # no heartbeat extends the lease beyond it
+    state: int = -1  # checkpoint of the state after the pages; -1: the model has none
 
 
 class Leases:
@@ -66,8 +67,8 @@ class Leases:
         with self._lock:
             return len(self._holders.keys() | pages)
 
-    def grant(self, request: str, pages: Iterable[int]) -> int:
-        """Hold pages for a reader, and return the generation, which is never used again."""
+    def grant(self, request: str, pages: Iterable[int], state: int = -1) -> int:
+        """Hold pages and a state for a reader. Return the generation, which is never used again."""
         now = self._clock()
         with self._lock:
             self._latest += 1
@@ -77,6 +78,7 @@ class Leases:
                 pages=tuple(pages),
                 expires=now + self._lease_s,
                 last_end=now + MAX_LEASE_S,
+                state=state,
             )
             self._holders.update(self._leases[self._latest].pages)
             self.counts["granted"] += 1
@@ -84,13 +86,12 @@ class Leases:
 
     def is_held(self, generation: int) -> bool:
         """Return True if the pages of this generation have not returned to the pool."""
-        return self.pages_of(generation) is not None
+        return self.lease_of(generation) is not None
 
-    def pages_of(self, generation: int) -> tuple[int, ...] | None:
-        """Return the pages of a lease, or None if it has ended."""
+    def lease_of(self, generation: int) -> Lease | None:
+        """Return a lease, or None if it has ended."""
         with self._lock:
-            lease = self._held(generation)
-            return None if lease is None else lease.pages
+            return self._held(generation)
 
     def extend(self, generations: Iterable[int]) -> list[int]:
         """Extend leases after a heartbeat. Return those that have ended, for the sender."""

@@ -38,9 +38,14 @@ class Lender:
         page_bytes: int,
         most_pages: int,
         page: Callable[[int], memoryview],
+        state: Callable[[int, int], memoryview] | None = None,
+        state_parts: int = 0,
         lease_s: float = LEASE_S,
     ) -> None:
-        """`page` returns the bytes of a page; it is called from threads."""
+        """`page` returns the bytes of a page; it is called from threads.
+
+        `state` returns a part of a checkpoint, which has `state_parts` of `page_bytes` each.
+        """
         self.engine = secrets.token_hex(16)
         self.leases = Leases(lease_s)
         self.most_pages = most_pages
@@ -52,9 +57,13 @@ class Lender:
         self._give_back: Callable[[Lease], None] = lambda _: None
         self._closing = threading.Event()
         card = EngineCard(
-            engine=self.engine, layout=layout, identity=identity, page_bytes=page_bytes
+            engine=self.engine,
+            layout=layout,
+            identity=identity,
+            page_bytes=page_bytes,
+            state_parts=state_parts,
         )
-        source = PageSource(page, lambda lease: self._give_back(lease))
+        source = PageSource(page, lambda lease: self._give_back(lease), state)
         self.server = PageServer(listen, secret, card, leases=self.leases, source=source)
         log.info("transfer.listen: %s:%d serves engine %s", *self.server.address, self.engine)
         threading.Thread(target=self._scan, name="transfer-scan", daemon=True).start()
@@ -63,17 +72,20 @@ class Lender:
         """Call `give_back` from any thread with each lease that has ended."""
         self._give_back = give_back
 
-    def lend(self, request: str, pages: Sequence[int], text: bytes, num_tokens: int) -> str:
+    def lend(
+        self, request: str, pages: Sequence[int], text: bytes, num_tokens: int, *, state: int = -1
+    ) -> str:
         """Grant a lease of pages that the caller holds. Return the object of the answer in JSON.
 
-        `text` is the key of the last page. Return "" if too many pages are leased already.
+        `text` is the key of the last page, `state` the checkpoint after it. Return "" if too many
+        pages are leased already.
         """
         if not pages or self.leases.num_pages_with(pages) > self.most_pages:
             return ""
         ticket = Ticket(
             version=VERSION,
             engine=self.engine,
-            generation=self.leases.grant(request, pages),
+            generation=self.leases.grant(request, pages, state),
             request=request,
             pages=tuple(pages),
             text=text,

@@ -21,12 +21,14 @@ class EngineCard(Struct, frozen=True, tag="engine"):
     layout: bytes
     identity: bytes
     page_bytes: int
+    state_parts: int = 0  # of page_bytes each, that a recurrent state is sent in
 
 
 class ReadPages(Struct, frozen=True, tag="read"):
     """Request of D for pages `first` to `first + count - 1` of a lease.
 
-    P sends each as `PageBytes`, or one `EndedLeases`.
+    P sends each as `PageBytes`, or one `EndedLeases`. The parts of the lease's recurrent state
+    follow its last page, and count as pages.
 
     D cannot name a page of P's cache, only places in the list of the lease.
     """

@@ -56,6 +56,7 @@ class ReaderLimits(Struct, frozen=True, kw_only=True):
     layout: bytes  # D's own, which P's must equal
     identity: bytes
     page_bytes: int
+    state_parts: int = 0  # of a recurrent state, which follow the pages of a ticket
     silence_s: float = 5.0
     heartbeat_s: float = HEARTBEAT_S
 
@@ -99,7 +100,8 @@ class PageClient:
     ) -> int:
         """Read the ticket's pages into buffers of `page_bytes` each. Return a number for `poll`.
 
-        `places` are those of the wanted pages in the ticket's list, in rising order; None: all.
+        `places` are those of the wanted pages in the ticket's list, in rising order; None: all. The
+        parts of its recurrent state follow the pages.
 
         The buffers must stay valid until the number is polled or cancelled. Their content is valid
         only if the result is True.
@@ -213,7 +215,7 @@ class PeerReader:
         self._connection = SealedConnection.connect(sock, self._secret)
         self._connection.wait_at_most(self._limits.silence_s)
         card, _ = self._receive(EngineCard)
-        for name in ("identity", "layout", "page_bytes"):
+        for name in ("identity", "layout", "page_bytes", "state_parts"):
             if getattr(card, name) != getattr(self._limits, name):
                 raise PeerError(name, f"its {name} differs: serve the same model and recipe")
         self._is_measured = False

@@ -37,10 +37,11 @@ log = logging.getLogger("transfer")
 
 
 class PageSource(NamedTuple):
-    """Access of the server to the engine. Both functions are called from threads of the server."""
+    """Access of the server to the engine. The functions are called from threads of the server."""
 
     page: Callable[[int], memoryview]  # bytes of a page, by its number
     release: Callable[[Lease], None]  # a reader has finished: return the pages to the pool
+    state: Callable[[int, int], memoryview] | None = None  # bytes of a checkpoint's part
 
 
 class PageServer:
@@ -163,13 +164,19 @@ class PageServer:
 
     def _send_pages(self, connection: SealedConnection, wanted: ReadPages) -> None:
         generation, first, last = wanted.generation, wanted.first, wanted.first + wanted.count
-        pages = self._leases.pages_of(generation)
-        if pages is None:
+        lease = self._leases.lease_of(generation)
+        if lease is None:
             connection.send(encode(EndedLeases([generation])))
             return
-        if not 0 <= first < last <= len(pages):
-            raise PeerError("protocol", f"pages {first} to {last} of {len(pages)} were wanted")
+        num_pages = len(lease.pages)
+        count = num_pages + (self._card.state_parts if lease.state >= 0 else 0)
+        if not 0 <= first < last <= count:
+            raise PeerError("protocol", f"pages {first} to {last} of {count} were wanted")
         for place in range(first, last):
-            data = self._source.page(pages[place])
+            if place < num_pages:
+                data = self._source.page(lease.pages[place])
+            else:
+                assert self._source.state is not None
+                data = self._source.state(lease.state, place - num_pages)
             connection.send(encode(PageBytes(generation, place)), data)
             self.counts["pages"] += 1

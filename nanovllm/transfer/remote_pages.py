@@ -10,6 +10,9 @@ Theory of operation:
 Every ticket that names a connected engine thus ends with one message to P: done, or not wanted. All
 methods are called from the engine's thread. A request whose pages do not arrive computes them.
 
+A ticket of a model with recurrent states has the state after its last page, in parts of the size of
+a page. They have keys of their own, and are read by the same fetch.
+
 Decision: the ticket has the key of its last page, which D compares with that of its own prompt. A
 ticket that is sent with another prompt thus never puts wrong pages under this prompt's keys.
 """
@@ -35,7 +38,7 @@ class Offer:
 
     request_id: int
     ticket: Ticket
-    keys: list[Key]
+    keys: list[Key]  # of the pages, then of the parts of the state
     is_read: bool = False  # a fetch of it has been started
 
 
@@ -81,7 +84,8 @@ class RemotePages:
             self._client.decline(ticket)
             self._warn(request_id, "text", "its ticket is for another prompt or cache_salt")
             return
-        offer = Offer(request_id, ticket, [key_of(place) for place in range(count)])
+        keys = [key_of(place) for place in range(count)]
+        offer = Offer(request_id, ticket, [*keys, *self._keys_of_parts(keys[-1])])
         self._offers[request_id] = offer
         for place, key in enumerate(offer.keys):
             self._where.setdefault(key, {})[offer] = place
@@ -105,6 +109,13 @@ class RemotePages:
     def holds(self, key: Key) -> bool:
         """Return True if an unread ticket has the page."""
         return any(not offer.is_read for offer in self._where.get(key, ()))
+
+    def state_keys(self, key: Key) -> list[Key]:
+        """Return the keys of the parts of the state after a page, if a ticket ends there."""
+        return self._keys_of_parts(key) if self.holds(part_key(key, 0)) else []
+
+    def _keys_of_parts(self, key: Key) -> list[Key]:
+        return [part_key(key, part) for part in range(self._limits.state_parts)]
 
     def read_all(self, pages: Sequence[tuple[Key, memoryview]]) -> list[int]:
         """Begin to read pages that `holds` into buffers. Return the numbers of the fetches.
@@ -158,3 +169,8 @@ class RemotePages:
     def _warn(self, request_id: int, reason: str, text: str) -> None:
         self.counts[reason] += 1
         log.warning("request %d computes its prompt here (%s): %s", request_id, reason, text)
+
+
+def part_key(key: Key, part: int) -> Key:
+    """Return the key of a part of the state after the page with this key."""
+    return b"state %d " % part + key

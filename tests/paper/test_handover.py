@@ -35,7 +35,9 @@ class LendingEngine:
         self.leases = Leases(rng.choice([3.0, 8.0, 100.0]), lambda: self.time)
         self.lent: dict[int, tuple[int, list[int]]] = {}  # generation and pages, by request
 
-    def lend(self, request: str, pages: Sequence[int], text: bytes, num_tokens: int) -> str:
+    def lend(
+        self, request: str, pages: Sequence[int], text: bytes, num_tokens: int, *, state: int
+    ) -> str:
         held = pages
         if self.fault == "pages are not held":
             self.engine.scheduler.take_back(pages)

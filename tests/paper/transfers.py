@@ -84,6 +84,9 @@ class PaperTransfers:
         """Part of the interface of a tier below host memory."""
         return key in self.disk
 
+    def state_keys(self, key: bytes) -> list[bytes]:
+        return []
+
     def _start(
         self,
         kind: str,

@@ -16,6 +16,7 @@ from nanovllm.parallel.mesh import first_rank
 from nanovllm.roles import Role
 from nanovllm.runner.resolved import resolved
 from nanovllm.runner.roles import check_role
+from nanovllm.transfer.leases import Lease
 from nanovllm.wire import Generate
 from tests.kv.disk.stores import eventually
 from tests.models.tiny import CASES, config_of, make_tiny
@@ -42,6 +43,8 @@ def spec_of(request_id: int, prompt: list[int], max_new: int, **more: Any) -> Ge
         ("qwen3 gqa 3, tied", dict()),
         ("deepseek_v3 tied", dict()),
         ("deepseek_v3 tied", dict(cache_dtype="fp8")),
+        ("qwen3_next", dict(checkpoints=8)),
+        ("qwen3_5_text", dict(checkpoint_host_gib=0.01, cache_dtype="fp8", speculate=NGRAM)),
     ],
 )
 def test_the_text_is_that_of_one_engine(case: str, sizes: dict[str, Any], tmp_path: Path) -> None:
@@ -56,7 +59,8 @@ def test_the_text_is_that_of_one_engine(case: str, sizes: dict[str, Any], tmp_pa
     alone = WholeEngine(config, **sizes)
     remote = d.runner.remote
     assert remote is not None and p.runner.remote is None and d.runner.lender is None
-    tickets = Tickets(remote, 4)
+    tickets, ended = Tickets(remote, 4), list[Lease]()
+    p.runner.lender.call_when_ended(ended.append)
     eventually(lambda: remote._client.reads_from(p.runner.lender.engine))
     prompts = [prompt for prompt in prompts_of(6) if len(prompt) > 12]
     for i, prompt in enumerate(prompts):
@@ -71,8 +75,15 @@ def test_the_text_is_that_of_one_engine(case: str, sizes: dict[str, Any], tmp_pa
         d.run()
         assert d.cached[i] == params["remote_num_tokens"] == (len(prompt) - 1) // 4 * 4
         assert p.text[i] == alone.text[i][:1]
+        eventually(lambda count=i + 1: len(ended) == count)
+        p.scheduler.take_back(ended[i].pages, ended[i].state)
+        p.scheduler.check()
     assert d.text == alone.text and len(prompts) >= 4
     assert remote.counts == {"read": len(prompts)}
+    for engine in (p, d):
+        assert engine is d or engine.memory.pool.num_free == 64
+        states = getattr(engine.memory, "states", None)
+        assert states is None or (states.num_held == 0 and states.sizes["kept"] > 0)
     remote.close()
     p.runner.lender.close()
 
@@ -82,9 +93,3 @@ def test_what_cannot_be_transferred_yet_is_one_line() -> None:
     two = load_config(None, [*asked, "parallel.tp=2"], {"transfer.role": "prefill"})
     with pytest.raises(ConfigError, match=r"^transfer needs parallel.tp and ep of 1; drop one"):
         check_role(resolved(two, first_rank(two.recipe.parallel)))
-    hybrid = load_config(
-        "qwen3-next-80b-a3b", [*asked, "parallel.tp=1", "cache.pages=100"],
-        {"transfer.role": "prefill"},
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"^transfer has no place for the model's recurrent"):
-        check_role(resolved(hybrid))

@@ -22,7 +22,10 @@ class NotedLender:
         self.handover = handover
         self.lent: list[tuple[str, list[int], bytes, int]] = []
 
-    def lend(self, request: str, pages: Sequence[int], text: bytes, num_tokens: int) -> str:
+    def lend(
+        self, request: str, pages: Sequence[int], text: bytes, num_tokens: int, *, state: int
+    ) -> str:
+        assert state == -1
         self.lent.append((request, list(pages), text, num_tokens))
         return self.handover
 

@@ -103,6 +103,10 @@ class DiskStore:
         """Return True if the page is on the disk, as far as the index shows. No I/O."""
         return self._health.can_read and self.owner.name(key) in self._index
 
+    def state_keys(self, key: bytes) -> list[bytes]:
+        """Return an empty list: states are not stored."""
+        return []
+
     def read_all(self, pages: Sequence[tuple[bytes, Buffer]]) -> list[int]:
         """Queue a load of each page; see read(). Return their tickets."""
         return [self.read(key, into) for key, into in pages]
