@@ -198,7 +198,7 @@ def with_caches(
             device=device,
             in_host=recipe.cache.checkpoint_host_gib > 0,
         )
-        return Runner(
+        runner = Runner(
             model=model,
             prep=prep,
             sampler=sampler,
@@ -209,6 +209,9 @@ def with_caches(
             draft_model=draft_model,
             adapters=adapters,
         )
+        if found.mesh.can_overlap:
+            runner.overlap_tokens = recipe.parallel.overlap_tokens
+        return runner
 
     def full_step() -> None:
         runner = runner_with(1, 0)

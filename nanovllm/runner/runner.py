@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.attention.base import AttentionBackend, Batch, ForwardContext
+from nanovllm.attention.halves import halves_of
 from nanovllm.experts import ExpertLoad
 from nanovllm.kv.tiers import Below
 from nanovllm.models.decoder import Decoder
@@ -95,6 +96,7 @@ class Runner:
         self.states = states or NoStates()
         self.mover: Mover | NoTiers = NoTiers()  # set by build for cache.host_gib
         self.lender: Lender | None = None  # set by build for transfer.role prefill
+        self.overlap_tokens = 0  # of the recipe, set by build if the ranks can overlap sums
         own, by_layer = len(model.layers), {**caches.by_layer, **self.states.by_layer}
         model.bind_caches({n: cache for n, cache in by_layer.items() if n < own})
         if draft_model is not None:
@@ -298,6 +300,10 @@ class Runner:
         """
         batch, adapted = self.prep.gather(rows), adapted or rows.adapted
         ctx = ForwardContext(batch, self.backend.bind(batch), lane_tokens=lane_tokens)
+        if not size and self.takes_turns(rows):
+            halves = halves_of(batch)
+            bound = (ForwardContext(half, self.backend.bind(half)) for half in halves)
+            ctx = replace(ctx, halves=tuple(bound))
         if size:
             hidden_SD, *given = self.graph_sets[rows.adapted].piecewise.replay(size, ctx)
         else:
@@ -311,6 +317,15 @@ class Runner:
             lane_tokens=lane_tokens,
         )
 
+    def takes_turns(self, rows: StepRows) -> bool:
+        """Return True if two halves of an eager step take turns, so that sums overlap products.
+
+        Taps are taken from the stream of the whole step. States are saved by ranges of its tokens.
+        """
+        is_long = 0 < self.overlap_tokens <= rows.num_tokens and not rows.is_decode
+        has_taps = self.draft_model is not None and len(self.draft_model.taps) > 0
+        return is_long and not has_taps and isinstance(self.states, NoStates)
+
     def hidden(self, ctx: ForwardContext, *, adapted: bool = False) -> tuple[Tensor, ...]:
         """Return hidden_SD, and given_TX for a draft model that takes values of the target.
 
@@ -318,7 +333,7 @@ class Runner:
         model takes the final hidden states, or the stream after the last layer.
         """
         if adapted and self.adapters is not None:
-            ctx = replace(ctx, adapters=self.adapters.rows(ctx.batch))
+            ctx = with_adapters(ctx, self.adapters)
         ids_T, drafts = ctx.batch.token_ids_T, self.draft_model
         if drafts is None or not drafts.takes_hidden:
             return (self.model(ids_T, ctx),)
@@ -326,6 +341,12 @@ class Runner:
         of_all = of_all or drafts.taps[-1] == len(self.model.layers)
         x = self.model(ids_T, replace(ctx, all_hidden=of_all, taps=taps))
         return ctx.batch.sampled(x) if of_all else x, drafts.given(x, taps.streams)
+
+
+def with_adapters(ctx: ForwardContext, bank: AdapterBank) -> ForwardContext:
+    """Return the context, and those of its halves, with the adapters of their tokens."""
+    halves = tuple(with_adapters(half, bank) for half in ctx.halves)
+    return replace(ctx, adapters=bank.rows(ctx.batch), halves=halves)
 
 
 def share_outputs(forwarded: Forwarded) -> Forwarded:
