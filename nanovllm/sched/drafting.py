@@ -6,7 +6,8 @@ count more. The k-th draft is accepted with that fraction to the power of k. The
 tokens, rises with the number of rows: few rows leave arithmetic units idle, many use all of them.
 All drafts of a step together must gain more than their measured price (prices.py). Until it is
 measured, a fixed estimate takes its place. Rows whose drafts fail stop within a dozen steps. They
-probe again all together, in few steps. New rows start with the average over all rows.
+probe again all together, in few steps, and less and less often while no row's drafts pay off. New
+rows start with the average over all rows.
 
 All values are columns, one element per slot, as in decoding.py.
 """
@@ -32,6 +33,7 @@ LOW, HIGH, MANY_ROWS = 0.1, 0.5, 256  # cost of a draft with 1 row, and with MAN
 STEP_COST, PASS_COST = 0.1, 0.05
 PROBE_EVERY, PROBE_DRAFTS = 16, 2  # steps between probes (more with many rows), drafts per probe
 PROBE_SHARE = 0.01  # greatest share of the time for probes, which makes dear ones rarer
+MOST_DOUBLED = 4  # times that the steps between probes double while no drafts pay off
 
 
 class Drafting:
@@ -46,6 +48,7 @@ class Drafting:
         self.adapt, self.has_model = drafts.adapt, drafts.has_model
         self.prices = DraftPrices()
         self._num_fed = 0  # drafts of the latest planned step
+        self._failed_probes = 0  # in turn, since drafts last paid off
         self._proposed = True  # whether the latest planned step proposes drafts
         self.reach = np.zeros(num_slots, np.int32)  # tokens: the end of the drafts fed so far
         self._found = np.zeros(num_slots, np.int32)  # real drafts among the latest reported ones
@@ -76,7 +79,9 @@ class Drafting:
             found_R = np.minimum(self._found[slots_R], most_R)
         drafts_R = found_R
         if self.adapt and np.count_nonzero(found_R):
-            drafts_R = self._worthwhile(step, slots_R, found_R)
+            drafts_R, is_probe = self._worthwhile(step, slots_R, found_R)
+            if drafts_R.any():
+                self._failed_probes = self._failed_probes + 1 if is_probe else 0
         self._num_fed = int(drafts_R.sum())
         if self._num_fed > budget:  # the first rows have precedence
             before_R = drafts_R.cumsum(dtype=np.int32) - drafts_R
@@ -94,22 +99,26 @@ class Drafting:
         num_rows, num_fed, self._num_fed = len(slots_R), self._num_fed, 0
         if self.has_model and num_rows:
             most_R = np.full(num_rows, self.most, np.int32)
-            self._proposed = bool(self._worthwhile(step + 1, slots_R, most_R).any())
+            self._proposed = bool(self._worthwhile(step + 1, slots_R, most_R)[0].any())
         if not self.has_model or self._proposed == (num_fed > 0):
             self.prices.plan(step, num_rows, num_fed)
         return self._proposed
 
-    def _worthwhile(self, step: int, slots_R: SlotIndices, found_R: Int32) -> Int32:
-        """Return the number of drafts of each row that pay off, at most `found_R`."""
+    def _worthwhile(self, step: int, slots_R: SlotIndices, found_R: Int32) -> tuple[Int32, bool]:
+        """Return the number of drafts of each row that pay off, at most `found_R`.
+
+        Also return whether none does, so that those returned are only a probe.
+        """
         num_rows, rates_R = len(slots_R), self._rates[slots_R]
         if self.prices.is_due(step, num_rows):
-            return np.zeros_like(found_R)
+            return np.zeros_like(found_R), False
         drafts_R = np.minimum(found_R, worthwhile(rates_R, num_rows))
         if gain(rates_R, drafts_R) < self._price(num_rows, int(drafts_R.sum())):
             drafts_R[:] = 0
+        is_probe = not drafts_R.any()
         if step % self._probe_every(num_rows) == 0:
             np.maximum(drafts_R, np.minimum(found_R, PROBE_DRAFTS), out=drafts_R)
-        return drafts_R
+        return drafts_R, is_probe
 
     def _price(self, num_rows: int, num_drafts: int) -> float:
         """Return the tokens that a step with drafts must gain to be worth its time."""
@@ -122,7 +131,8 @@ class Drafting:
         """Return the number of steps between two probes."""
         ratio = self.prices.ratio(num_rows, PROBE_DRAFTS * num_rows) or 1.0
         least = PROBE_EVERY * (1 + 2 * num_rows // MANY_ROWS)
-        return max(least, int((ratio - 1) / PROBE_SHARE))
+        every = max(least, int((ratio - 1) / PROBE_SHARE))
+        return every << min(self._failed_probes, MOST_DOUBLED)
 
     def fed(self, slot: int, count: int) -> list[int]:
         """Return the first `count` of the latest reported drafts."""
