@@ -2,7 +2,7 @@
 # Measure the records of README.md's tables on this machine, with random weights. Run it in the project's root:
 #   results/measure.sh [PART ...]       default parts: online offline kernels ablation sweep
 # Other parts: structured (the first of online), speculation, variants, peers, peers-offline, experts, fp8, latent,
-# hybrid and turns; for several GPUs ranks, lanes, replicas and four. The default parts take 20 minutes on one H200.
+# hybrid, turns and tiers; for several GPUs ranks, lanes, replicas and four. The default parts take 20 minutes on one H200.
 # FLAGS: further flags of every run, such as FLAGS="--results-dir /tmp/results". RECIPES: replaces 0.6B and 8B.
 # RANKS: number of GPUs, 2 by default. VLLM_PYTHON: an interpreter with vLLM, for peers, peers-offline, experts and four.
 set -uo pipefail
@@ -134,6 +134,16 @@ measure() {
     turns) # all of Qwen3-Next in fp8 on one GPU: a conversation's second turn of 30,000 tokens, then 1 to 512 streams
         python3 results/turns.py recipes/qwen3-next-80b-a3b.yaml --set load.format=dummy --set quantize=fp8 --set parallel.tp=1 --json results
         nanovllm bench --start recipes/qwen3-next-80b-a3b.yaml --sweep 1,8,64,256,512 --input-len 512 --output-len 128 --processes 6 "${common[@]}" --set quantize=fp8 --set parallel.tp=1 --set schedule.slots=512 --set experts.routing=uniform
+        ;;
+    tiers) # host memory and disk. DISK: a folder, by default /tmp. RESULTS: a folder for records
+        local tier=(--set load.format=dummy --results-dir "${RESULTS:-results}") first=(--set parallel.tp=1 --set experts.routing=uniform --set cache.pages=600 --set cache.host_gib=2)
+        python3 -m tests.load.copies $large "${tier[@]}"
+        python3 -m tests.load.arriving $large "${tier[@]}" --set cache.pages=900 --set cache.host_gib=40
+        python3 -m tests.load.disk_tier "${DISK:-/tmp}" --gib 8 --results-dir "${RESULTS:-results}"
+        python3 -m tests.load.returning $large "${tier[@]}" --set cache.pages=300 --set cache.host_gib=16 --set "cache.disk={path: ${DISK:-/tmp}/tiers, gib: 30}"
+        nanovllm bench --offline $large --workload w1 "${common[@]}" --ablate cache.host_gib=32
+        python3 -m tests.load.returning recipes/qwen3-next-80b-a3b.yaml "${tier[@]}" "${first[@]}" --set model.num_layers=16 --set schedule.slots=64 --set cache.checkpoints=64
+        python3 -m tests.load.returning recipes/deepseek-r1.yaml "${tier[@]}" "${first[@]}" --set model.num_layers=6
         ;;
     hybrid) # Qwen3-Next on one GPU: kernels, tests, the first 16 layers in bf16, then all layers in fp8
         nanovllm check-kernels --kernel route --kernel delta_decode --kernel delta_drafted --kernel delta_prefill --json results

@@ -144,7 +144,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "load_gb_per_s": num_bytes / seconds / 1e9 if seconds else 0.0,
         "cached_tokens": sum(one.cached_tokens for one in rounds[-1].returned),
     }
-    names = ("streams", "input_len", "output_len", "prompts", "tokens", "quiet")
+    names = ("streams", "input_len", "output_len", "prompts", "tokens", "quiet", "rounds")
     load = {name: getattr(options, name) for name in names}
     conclude(options, config, started_at, metrics, {"name": "arriving", **load})
 

@@ -128,7 +128,13 @@ def main(words: Sequence[str] | None = None) -> None:
         pinned = metrics[f"pinned_{kind}_gb_per_s"] = pinned_rate(kind, found.device) / 1e9
         metrics[f"{kind}_to_pinned"] = metrics[f"{kind}_gb_per_s"] / pinned
     metrics["page_mib"] = copier.mover.host.page_bytes / 2**20
-    conclude(options, config, started_at, metrics, {"name": "copies", "pages": options.pages})
+    conclude(
+        options,
+        config,
+        started_at,
+        metrics,
+        {"name": "copies", "pages": options.pages, "rounds": options.rounds},
+    )
 
 
 if __name__ == "__main__":

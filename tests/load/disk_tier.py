@@ -1,30 +1,29 @@
 """Rates of the disk tier beside those of plain writes and reads of the same files.
 
-    python -m tests.load.disk_tier DIR --gib 4 --mib 18
+    python -m tests.load.disk_tier DIR --gib 4 --mib 18 [--results-dir results]
 
 Writes and reads pages of `--mib` MiB, `--gib` GiB in total, through the store and by pwrite and
-preadv of one thread and of as many threads as the store has. Prints GB/s. Without direct I/O the
-system's page cache takes part in all of them.
+preadv of one thread and of as many threads as the store has. Prints and records GB/s. Without
+direct I/O the system's page cache takes part in all of them.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import mmap
 import os
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from nanovllm.bench.measure import now
 from nanovllm.kv.disk.format import PageOwner, file_bytes
 from nanovllm.kv.disk.limits import DiskLimits
 from nanovllm.kv.disk.store import DiskStore
-
-log = logging.getLogger("disk_tier")
+from tests.load.tiered import conclude, show_progress
 
 
 def store_rates(folder: Path, pages: int, limits: DiskLimits) -> tuple[float, float, bool]:
@@ -84,34 +83,50 @@ def checksum_rate(length: int) -> float:
     return 5 * length / (time.perf_counter() - began)
 
 
-def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+def measured(folder: Path, threads: int, pages: int, length: int) -> dict[str, float]:
+    """Return the rates in GB/s, and `is_direct`: 1 if the store bypassed the page cache."""
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        limits = DiskLimits(
+            payload_bytes=length,
+            cap_bytes=(pages + 1) * file_bytes(length),
+            slow_s=60.0,
+            read_threads=threads,
+            write_threads=max(1, threads // 2),
+        )
+        wrote, read, is_direct = store_rates(Path(made), pages, limits)
+    found = {
+        "is_direct": is_direct,
+        "checksum_gb_per_s": checksum_rate(length) / 1e9,
+        "store_write_gb_per_s": wrote / 1e9,
+        "store_read_gb_per_s": read / 1e9,
+    }
+    flags = os.O_DIRECT if is_direct else 0
+    for count in sorted({1, threads}):
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            own = count, pages, file_bytes(length)
+            there = Path(made)
+            wrote = plain_rate(there, lambda fd, data: os.pwrite(fd, data, 0), own, flags)
+            read = plain_rate(there, lambda fd, data: os.preadv(fd, [data], 0), own, flags)
+        found[f"plain_write_{count}_gb_per_s"] = wrote / 1e9
+        found[f"plain_read_{count}_gb_per_s"] = read / 1e9
+    return found
+
+
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--mib", type=float, default=18.0, help="size of a page")
     parser.add_argument("--threads", type=int, default=4, help="of reads; half of them write")
-    asked = parser.parse_args()
+    parser.add_argument("--results-dir", type=Path, help="write a record there")
+    asked = parser.parse_args(words)
+    show_progress()
+    started_at = now()
     length = int(asked.mib * 2**20)
     pages = max(1, int(asked.gib * 2**30 / length))
-    with tempfile.TemporaryDirectory(dir=asked.folder) as made:
-        limits = DiskLimits(
-            payload_bytes=length, cap_bytes=(pages + 1) * file_bytes(length), slow_s=60.0,
-            read_threads=asked.threads, write_threads=max(1, asked.threads // 2),
-        )  # fmt: skip
-        wrote, read, is_direct = store_rates(Path(made), pages, limits)
-        log.info(f"{pages} pages of {asked.mib:g} MiB, direct I/O: {is_direct}")
-        log.info(f"CRC-32, one thread   {checksum_rate(length) / 1e9:6.2f} GB/s")
-        log.info(f"store                write {wrote / 1e9:6.2f}  read {read / 1e9:6.2f} GB/s")
-    flags = os.O_DIRECT if is_direct else 0
-    for threads in (1, asked.threads):
-        with tempfile.TemporaryDirectory(dir=asked.folder) as made:
-            own = threads, pages, file_bytes(length)
-            there = Path(made)
-            wrote = plain_rate(there, lambda fd, data: os.pwrite(fd, data, 0), own, flags)
-            read = plain_rate(there, lambda fd, data: os.preadv(fd, [data], 0), own, flags)
-            name = f"plain, {threads} threads"
-            log.info(f"{name:20} write {wrote / 1e9:6.2f}  read {read / 1e9:6.2f} GB/s")
+    metrics = measured(asked.folder, asked.threads, pages, length)
+    load = {name: getattr(asked, name) for name in ("gib", "mib", "threads")}
+    conclude(asked, None, started_at, metrics, {"name": "disk_tier", **load})
 
 
 if __name__ == "__main__":

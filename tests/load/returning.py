@@ -92,7 +92,13 @@ def main(words: Sequence[str] | None = None) -> None:
         "declined_loads": events.get("host/declined", 0.0),
         "failed_loads": events.get("host/failed", 0.0) + events.get("disk/failed", 0.0),
     }
-    conclude(options, config, started_at, metrics, {"name": "returning", "tokens": num_tokens})
+    conclude(
+        options,
+        config,
+        started_at,
+        metrics,
+        {"name": "returning", "tokens": num_tokens, "rounds": options.rounds},
+    )
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ import pytest
 
 from nanovllm.bench import store
 from nanovllm.bench.measure import Sample
+from nanovllm.bench.record import Record
 from nanovllm.config import ConfigError
-from tests.load import arriving, copies, returning
+from tests.load import arriving, copies, disk_tier, returning
 from tests.load.arriving import Round, Window, gaps_ms
 from tests.load.tiered import TieredServer, serving
 
@@ -104,13 +105,34 @@ def test_gaps_are_those_that_overlap_a_window() -> None:
 # -- copies --------------------------------------------------------------------------------------
 
 
+def recorded(folder: Path) -> Record:
+    """Return the only record below a folder of results."""
+    (found,) = store.records(folder)
+    assert found.kind == "load"
+    return found
+
+
 def test_rates_of_copies_are_recorded(tmp_path: Path) -> None:
     sets = ["--set", "load.format=dummy", "--set", "cache.page_tokens=16"]
     copies.main(["demo", *sets, "--pages", "4", "--rounds", "1", "--results-dir", str(tmp_path)])
-    (record,) = store.records(tmp_path / "scratch") or store.records(tmp_path)
-    assert (record.kind, record.workload["name"]) == ("load", "copies")
+    record = recorded(tmp_path)
     found = record.metrics
+    assert record.workload == {"name": "copies", "pages": 4, "rounds": 1}
     assert found["page_mib"] == PAGE_BYTES / 2**20
     ratio = found["stores_gb_per_s"] / found["pinned_stores_gb_per_s"]
     assert found["stores_to_pinned"] == pytest.approx(ratio) and found["loads_gb_per_s"] > 0
     assert found["loads_with_stores_gb_per_s"] > 0 and record.changed["cache.page_tokens"] == 16
+
+
+def test_rates_of_a_disk_are_recorded(tmp_path: Path) -> None:
+    """Five pages of 256 KiB, through the store and by plain files of one and of two threads."""
+    sizes = ["--gib", str(5 / 2**12), "--mib", "0.25", "--threads", "2"]
+    disk_tier.main([str(tmp_path), *sizes, "--results-dir", str(tmp_path / "results")])
+    record = recorded(tmp_path / "results")
+    assert (record.workload["name"], record.workload["threads"]) == ("disk_tier", 2)
+    rates = {name for name, rate in record.metrics.items() if rate > 0 and name != "is_direct"}
+    plain = {f"plain_{way}_{count}_gb_per_s" for way in ("read", "write") for count in (1, 2)}
+    assert rates == plain | {
+        "checksum_gb_per_s", "store_read_gb_per_s", "store_write_gb_per_s",
+    }  # fmt: skip
+    assert record.model == "none" and {path.name for path in tmp_path.iterdir()} == {"results"}

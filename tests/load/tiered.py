@@ -180,12 +180,15 @@ def serving(recipe: str, sets: Sequence[str]) -> Iterator[tuple[Config, TieredSe
 
 def conclude(
     options: argparse.Namespace,
-    config: Config,
+    config: Config | None,
     started_at: str,
     metrics: Mapping[str, float],
     load: Mapping[str, Any],
 ) -> None:
-    """Print the metrics, and write a record if asked for. `load` describes the requests."""
+    """Print the metrics, and write a record if asked for.
+
+    `load` describes the requests or copies. Without a `config`, no model took part.
+    """
     for name, value in metrics.items():
         log.info("%-36s %12.3f", name, value)
     if options.results_dir is None:
@@ -194,9 +197,9 @@ def conclude(
         kind="load",
         started_at=started_at,
         duration_s=(datetime.now(UTC) - datetime.fromisoformat(started_at)).total_seconds(),
-        recipe=msgspec.to_builtins(config.recipe),
-        changed=config.changed,
-        workload={**load, "rounds": options.rounds},
+        recipe={"model": "none"} if config is None else msgspec.to_builtins(config.recipe),
+        changed={} if config is None else config.changed,
+        workload=load,
         metrics={name: float(value) for name, value in metrics.items()},
     )
     argv = ["python", "-m", f"tests.load.{load['name']}", *sys.argv[1:]]
