@@ -102,7 +102,8 @@ DRIVEN_BY = {
         nanovllm/sched/scheduler.py""",
     "tests/paper/test_sharing.py": "nanovllm/kv/keys.py",
     "tests/paper/test_arriving.py": """
-        nanovllm/kv/costs.py nanovllm/kv/tiered.py nanovllm/kv/tiers.py""",
+        nanovllm/kv/below.py nanovllm/kv/costs.py nanovllm/kv/page_moves.py
+        nanovllm/kv/tiered.py nanovllm/kv/tiers.py""",
     "tests/kv/disk/test_store_faults.py": """
         nanovllm/kv/disk/folder.py nanovllm/kv/disk/format.py nanovllm/kv/disk/health.py
         nanovllm/kv/disk/index.py nanovllm/kv/disk/limits.py""",

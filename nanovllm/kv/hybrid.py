@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from nanovllm.config import Cache
+from nanovllm.kv.below import Below
 from nanovllm.kv.checkpoints import Checkpoints
 from nanovllm.kv.costs import DISK_RATE, HOST_RATE, TransferCosts
 from nanovllm.kv.keys import Key, PageKeys
@@ -41,7 +42,7 @@ from nanovllm.kv.layout import CacheLayout
 from nanovllm.kv.memory import Found, KVMemory, Lent, Texts
 from nanovllm.kv.split import host_page_bytes, num_host_pages
 from nanovllm.kv.tiered import TieredMemory
-from nanovllm.kv.tiers import MOST_STORING, Below, HostTier
+from nanovllm.kv.tiers import MOST_STORING, HostTier
 from nanovllm.plan import Moved
 
 EVERY = 4096  # tokens; computing these again takes several times as long as a decode step

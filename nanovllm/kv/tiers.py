@@ -31,11 +31,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
 
+from nanovllm.kv.below import Below
 from nanovllm.kv.costs import TransferCosts
 from nanovllm.kv.keys import Key, PageKeys
+from nanovllm.kv.page_moves import PageLoad, PageStore
 from nanovllm.plan import Copies, Moved, Moves, Write
 
 MOST_STORING = 64  # pages in stores that have not ended; they cannot be evicted from the device
@@ -58,52 +58,6 @@ COUNTERS = (
     "disk.dropped",
     "disk.failed",
 )  # of wire.Stats.tiers
-
-
-class Below(Protocol):
-    """The tier below host memory: a disk, or with `is_remote` other engines.
-
-    Pages of other engines are never written. They were computed for a request, so they are read
-    without a comparison of costs.
-    """
-
-    is_remote: bool
-
-    def holds(self, key: Key) -> bool:
-        """Return True if a page can be read. Do not wait."""
-        ...
-
-    def state_keys(self, key: Key) -> list[Key]:
-        """Return the keys of the parts of the state after a page. Each takes a host slot.
-
-        Return an empty list if the state cannot be read.
-        """
-        ...
-
-
-@dataclass(slots=True)
-class PageStore:
-    """A transfer of pages to host slots."""
-
-    keys: list[Key]
-    pages: list[int]
-    slots: list[int]
-    void: set[Key] = field(default_factory=set)  # invalidated since its start
-
-
-@dataclass(slots=True)
-class PageLoad:
-    """A transfer to pages of a request: those of its text from index `first` on."""
-
-    request_id: int  # -1 once the request has left; the pages are then in quarantine
-    first: int
-    keys: list[Key]
-    pages: list[int]
-    slots: list[int]
-    fetched: dict[Key, int]  # slots that the tier below fills first
-    state: dict[Key, int] = field(default_factory=dict)  # slots for the parts of a recurrent state
-    state_to: int = -1  # checkpoint that they are copied to
-    is_void: bool = False  # a key was invalidated since its start
 
 
 class HostTier:
@@ -355,8 +309,14 @@ class HostTier:
             state_to=state_to,
         )
         pairs = list(zip(slots, pages, strict=True))
-        parts = [*state.items()]
-        self._moves.loads.append(Copies(self._ticket, pairs, [*fetched.items()], parts, state_to))
+        copies = Copies(
+            self._ticket,
+            pairs,
+            fetches=[*fetched.items()],
+            state_fetches=[*state.items()],
+            state_to=state_to,
+        )
+        self._moves.loads.append(copies)
         return self._ticket
 
     def end_load(self, ticket: int, *, ok: bool) -> tuple[PageLoad, bool]:

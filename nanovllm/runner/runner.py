@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nanovllm.attention.base import AttentionBackend, Batch, ForwardContext
 from nanovllm.attention.halves import halves_of
 from nanovllm.experts import ExpertLoad
-from nanovllm.kv.tiers import Below
+from nanovllm.kv.below import Below
 from nanovllm.models.decoder import Decoder
 from nanovllm.plan import Masks, Moved, Moves, StepPlan, mode_key
 from nanovllm.runner.adapters import AdapterBank

@@ -1,0 +1,28 @@
+"""Interface of the tier below host memory."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from nanovllm.kv.keys import Key
+
+
+class Below(Protocol):
+    """The tier below host memory: a disk, or with `is_remote` other engines.
+
+    Pages of other engines are never written. They were computed for a request, so they are read
+    without a comparison of costs.
+    """
+
+    is_remote: bool
+
+    def holds(self, key: Key) -> bool:
+        """Return True if a page can be read. Do not wait."""
+        ...
+
+    def state_keys(self, key: Key) -> list[Key]:
+        """Return the keys of the parts of the state after a page. Each takes a host slot.
+
+        Return an empty list if the state cannot be read.
+        """
+        ...
