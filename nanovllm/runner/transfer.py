@@ -4,22 +4,16 @@ Decision: a page in host memory is contiguous over all layers, and one copy on t
 the device its parts lie apart, one per layer. They are gathered into one staging page per
 direction, and scattered from another. The bus then moves megabytes at a time, at its full rate.
 
-Decision: each direction has a stream of its own, so neither delays the steps. A transfer begins
-after all work that was enqueued on the steps' stream before it. Work of later plans is ordered
-after it by Moves.ended. On a CPU the same operations are done at once.
+Decision: each direction has a stream and a thread of its own (copy_stream.py), so neither delays
+the steps. A transfer begins after all work that was enqueued on the steps' stream before it. Work
+of later plans is ordered after it by Moves.ended. On a CPU the same operations are done at once.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
-from queue import SimpleQueue
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +23,7 @@ from nanovllm.kv.disk.store import DiskStore
 from nanovllm.kv.split import HOST_ALIGNED
 from nanovllm.plan import Copies, Moved, Moves, Write
 from nanovllm.runner.caches import Caches, pin
+from nanovllm.runner.copy_stream import CopyStream, StartedCopies
 from nanovllm.runner.results import Event, HostEvent
 from nanovllm.transfer.remote_pages import RemotePages
 
@@ -96,16 +91,6 @@ class HostPages:
         return row[part * self.page_bytes : (part + 1) * self.page_bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class StartedCopies:
-    """A transfer that has been enqueued."""
-
-    ticket: int
-    begin: Event
-    end: Event
-    num_bytes: int
-
-
 @dataclass(slots=True)
 class PendingLoad:
     """A load whose pages are being read from the tier below."""
@@ -136,84 +121,68 @@ class Mover:
         self._moved: list[Moved] = []  # transfers that ended without a copy
         self._fetch_s: dict[int, float] = {}  # of loads, by ticket
         self._on_gpu = host.device.type == "cuda"
-        self._streams: dict[str, Any] = {}  # of stores and of loads
-        self._staging: dict[str, Tensor] = {}
-        if self._on_gpu:
-            for kind in ("stores", "loads"):
-                self._streams[kind] = torch.cuda.Stream()
-                self._staging[kind] = host.row(0).new_empty(host.page_bytes, device=host.device)
-        self._new_event: Callable[[], Event] = HostEvent
-        if self._on_gpu:
-            self._new_event = partial(torch.cuda.Event, enable_timing=True, blocking=True)
-        self._started: dict[str, deque[StartedCopies]] = {"stores": deque(), "loads": deque()}
-        self._ends: dict[int, Event] = {}  # by ticket, until Moves.ended
-        self._to_watch: SimpleQueue[Event] | None = None
+        to = host.device, host.page_bytes
+        self._stores, self._loads = CopyStream(self._store, *to), CopyStream(self._load, *to)
+        self._started: dict[int, StartedCopies] = {}  # by ticket, until Moves.ended
 
     @torch.inference_mode()
     def move(self, moves: Moves) -> None:
         """Enqueue the transfers. On a CPU, do them."""
         for ticket in moves.ended:
-            if (end := self._ends.pop(ticket, None)) is not None:
-                self._order_after(end)
+            if (started := self._started.pop(ticket, None)) is not None:
+                self._order_after(started)
         issued = self._recorded()
         for copies in moves.stores:
-            self._enqueue("stores", copies, issued)
+            self._start(self._stores, copies, issued)
         for copies in moves.loads:
             if copies.fetches or copies.state_fetches:
                 self._fetch(copies)
             else:
-                self._enqueue("loads", copies, issued)
+                self._start(self._loads, copies, issued)
         for write in moves.writes:
             self._write(write)
 
-    def _order_after(self, end: Event) -> None:
-        """Order all later work of this rank after the end of a transfer."""
+    def _order_after(self, started: StartedCopies) -> None:
+        """Order all later work of this rank after the end of a transfer.
+
+        On the first rank it has ended. On others it is about to.
+        """
         if self._on_gpu:
-            for stream in (torch.cuda.current_stream(), *self._streams.values()):
-                stream.wait_event(end)
+            started.is_enqueued.wait()
+            for stream in (torch.cuda.current_stream(), self._stores.stream, self._loads.stream):
+                stream.wait_event(started.end)
 
-    def _enqueue(self, kind: str, copies: Copies, issued: Event) -> None:
-        with torch.cuda.stream(self._streams[kind]) if self._on_gpu else nullcontext():
-            if self._on_gpu:
-                self._streams[kind].wait_event(issued)
-            begin = self._recorded()
-            for pair in copies.pairs:
-                if kind == "stores":
-                    self._store(*pair)
-                else:
-                    self._load(*pair)
-            for part, (_, slot) in enumerate(copies.state_fetches):
-                self._load_state(slot, copies.state_to, part)
-            end = self._recorded()
+    def _start(self, direction: CopyStream, copies: Copies, issued: Event) -> None:
         num_bytes = (len(copies.pairs) + len(copies.state_fetches)) * self.host.page_bytes
-        self._started[kind].append(StartedCopies(copies.ticket, begin, end, num_bytes))
-        self._ends[copies.ticket] = end
-        if self._to_watch is not None:
-            self._to_watch.put(end)
+        self._started[copies.ticket] = direction.start(copies, num_bytes, issued)
 
-    def _store(self, page: int, slot: int) -> None:
+    def _store(self, copies: Copies, nth: int, staging: Tensor | None) -> None:
+        page, slot = copies.pairs[nth]
         row = self.host.row(slot)
-        staged = self._staging.get("stores", row)
+        staged = row if staging is None else staging
         for own, part in self.host.parts(staged, page):
             own.copy_(part)
         if staged is not row:
             row.copy_(staged, non_blocking=True)
 
-    def _load(self, slot: int, page: int) -> None:
-        row = self.host.row(slot)
-        staged = self._staging.get("loads", row)
-        if staged is not row:
-            staged.copy_(row, non_blocking=True)
-        for own, part in self.host.parts(staged, page):
-            part.copy_(own)
+    def _load(self, copies: Copies, nth: int, staging: Tensor | None) -> None:
+        """Copy a page, or a part of a state: these come after all pages.
 
-    def _load_state(self, slot: int, checkpoint: int, part: int) -> None:
-        """Copy a part of a state. Copies to checkpoints in host memory also go by the stream."""
-        row, target = self.host.row(slot), self.host.state_part(checkpoint, part)
-        staged = self._staging.get("loads", row)
+        Copies to checkpoints in host memory also go by the stream.
+        """
+        is_state = nth >= len(copies.pairs)
+        nth_part = nth - len(copies.pairs)
+        slot = copies.state_fetches[nth_part][1] if is_state else copies.pairs[nth][0]
+        row = self.host.row(slot)
+        staged = row if staging is None else staging
         if staged is not row:
             staged.copy_(row, non_blocking=True)
-        target.copy_(staged[: len(target)], non_blocking=True)
+        if is_state:
+            target = self.host.state_part(copies.state_to, nth_part)
+            target.copy_(staged[: len(target)], non_blocking=True)
+            return
+        for own, part in self.host.parts(staged, copies.pairs[nth][1]):
+            part.copy_(own)
 
     def _call_wake(self) -> None:
         self._wake()
@@ -250,12 +219,12 @@ class Mover:
             if fetch.ok:
                 own = fetch.copies.ticket
                 self._fetch_s[own] = time.perf_counter() - fetch.begun_s
-                self._enqueue("loads", fetch.copies, self._recorded())
+                self._start(self._loads, fetch.copies, self._recorded())
             else:
                 self._moved.append(Moved(fetch.copies.ticket, ok=False))
 
     def _recorded(self) -> Event:
-        event = self._new_event()
+        event: Event = torch.cuda.Event() if self._on_gpu else HostEvent()
         event.record()
         return event
 
@@ -265,31 +234,20 @@ class Mover:
         if self.disk is not None:
             self._poll_disk(self.disk)
         found, self._moved = self._moved, []
-        for started in self._started.values():
-            while started and started[0].end.query():
-                one = started.popleft()
-                seconds = 1e-3 * one.begin.elapsed_time(one.end)
-                moved = Moved(
-                    one.ticket,
-                    num_bytes=one.num_bytes,
-                    seconds=seconds,
-                    fetch_s=self._fetch_s.pop(one.ticket, 0.0),
-                )
-                found.append(moved)
+        for started in (*self._stores.ended(), *self._loads.ended()):
+            ticket = started.copies.ticket
+            moved = Moved(
+                ticket,
+                num_bytes=started.num_bytes,
+                seconds=1e-3 * started.begin.elapsed_time(started.end),
+                fetch_s=self._fetch_s.pop(ticket, 0.0),
+            )
+            found.append(moved)
         return found
 
     def call_when_moved(self, wake: Callable[[], object]) -> None:
         """Call `wake` from a thread after the end of each transfer."""
-        self._wake = wake
-        self._to_watch = SimpleQueue()
-        threading.Thread(target=self._watch, args=(self._to_watch, wake), daemon=True).start()
-
-    def _watch(self, ends: SimpleQueue[Event], wake: Callable[[], object]) -> None:
-        if self._on_gpu:
-            torch.cuda.set_device(self.host.device)
-        while True:
-            ends.get().synchronize()
-            wake()
+        self._wake = self._stores.call_when_ended = self._loads.call_when_ended = wake
 
 
 class NoTiers:
