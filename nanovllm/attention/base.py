@@ -46,6 +46,8 @@ class Batch:
     max_new: int  # maximum tokens of any row
     max_length: int  # upper bound of lengths_R, on the host
     planned: Sequence[Chunk] = ()  # the chunks; empty in a padding step
+    # For recurrent states: parts_X and targets_X of the chunks, as mix_rows takes them.
+    state_parts: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def sampled(self, x_TX: Tensor) -> Tensor:
         """Return the rows of x_TX at sampled tokens."""

@@ -25,8 +25,6 @@ class StateProgress:
     lengths_N: Tensor  # int32: number of tokens in each slot's states
     replays_R: Tensor  # int32: stored inputs of each row that must be replayed
     owners: list[GatedDelta]  # the layers with states, in order
-    # parts_X and targets_X of the step's chunks, as mix_rows takes them. None in a padding step.
-    parts: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 class DeltaStates(NamedTuple):
@@ -69,7 +67,6 @@ class GatedDelta:
             decoded = self._decode(batch, *(each[:at] for each in tokens))
         if rows < len(batch.slots_R):
             slots_R, starts_R1 = batch.slots_R[rows:], batch.starts_R1[rows:]
-            parts = self.states.progress.parts if batch.planned else (None, None)
             chunked = self.kernels.rows(
                 *tokens,
                 self.weights,
@@ -77,7 +74,7 @@ class GatedDelta:
                 self.states.recurrent_NHKV,
                 slots_R,
                 starts_R1,
-                *parts,
+                *batch.state_parts,
                 *self.states.saved,
                 out_THV=given,
             )

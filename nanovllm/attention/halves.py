@@ -15,6 +15,7 @@ from nanovllm.plan import Chunk
 
 TILE = 128  # rows of a tile of a product; a first half of several tiles has whole ones
 LEAST_TILES = 8
+NO_SLOT = -1  # of a padding chunk, whose recurrent state is not stored
 
 
 def halves_of(batch: Batch) -> tuple[Batch, ...]:
@@ -29,7 +30,7 @@ def halves_of(batch: Batch) -> tuple[Batch, ...]:
     at -= at % TILE if at >= LEAST_TILES * TILE else 0
     if batch.num_decode_tokens >= at:
         return ()
-    padding = [Chunk(0, batch.max_new, samples=False)] * (num_rows - batch.num_decodes)
+    padding = [Chunk(NO_SLOT, batch.max_new, samples=False)] * (num_rows - batch.num_decodes)
     before, after = divided(batch.planned or padding, at - batch.num_decode_tokens)
     stop, start = batch.num_decodes + len(before), num_rows - len(after)
     ends_R = batch.starts_R1[1 : stop + 1]

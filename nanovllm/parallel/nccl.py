@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from nanovllm_kernels.exchange import all_reduce as own, tokens as exchange
 from nanovllm_kernels.device import reserving
+from nanovllm_kernels.exchange import all_reduce as own, tokens as exchange
 from nanovllm_kernels.exchange.all_reduce import Peers
 from torch import Tensor
 
@@ -23,8 +23,8 @@ from nanovllm.parallel.mesh import Mesh, StartedSum, padded
 from nanovllm.parallel.peers import c10d, connect_peers, crossover
 
 log = logging.getLogger("engine")
-# Multiprocessors of a sum that overlaps products. With 8 of 132 it takes about twice as long as
-# alone, which is still shorter than what it overlaps, and products lose 6 %.
+# Multiprocessors for sums that overlap products: blocks of NCCL's kernel. Products leave them free.
+# A sum with few blocks takes longer, but not as long as the work of the other half.
 SIDE_PROCESSORS = 8
 
 
@@ -77,9 +77,10 @@ class NcclMesh(Mesh):
         self.connected[0] = Links(nccl, peers, own_bytes, side)
 
     def _side(self, store: Any) -> Any:  # noqa: ANN401
-        """Return a ProcessGroupNCCL whose kernels run beside those of the current stream.
+        """Return a ProcessGroupNCCL for sums on a stream of their own.
 
-        They are few blocks, and the first to get a multiprocessor. It connects at the first sum.
+        Its kernels have few blocks, which get multiprocessors before those of other streams. It
+        connects at its first sum.
         """
         options = c10d.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = True
@@ -141,7 +142,7 @@ class NcclMesh(Mesh):
     def gather_tokens(
         self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_tokens: int
     ) -> tuple[Tensor, ...]:
-        _, peers, own_bytes = self.connected[0]
+        _, peers, own_bytes, *_ = self.connected[0]
         num_bytes = num_tokens * exchange.token_bytes(x_TD, weights_TK.shape[1])
         most = own_bytes + own_bytes // 8
         if peers is not None and num_bytes <= min(most, peers.capacity):

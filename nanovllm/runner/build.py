@@ -188,7 +188,6 @@ def with_caches(
     prep, sampler = prep_and_sampler(found, most)
 
     def runner_with(num_pages: int, checkpoints: int) -> Runner:
-        caches = make_caches(found.layout, num_pages, page_tokens, found.dtype, device=device)
         states = states_of(
             found.layout,
             num_slots=num_slots,
@@ -198,20 +197,18 @@ def with_caches(
             device=device,
             in_host=recipe.cache.checkpoint_host_gib > 0,
         )
-        runner = Runner(
+        return Runner(
             model=model,
             prep=prep,
             sampler=sampler,
-            caches=caches,
+            caches=make_caches(found.layout, num_pages, page_tokens, found.dtype, device=device),
             backend=found.backend,
             drafter=drafter_of_model(found, sampler, draft_model, most),
             states=states,
             draft_model=draft_model,
             adapters=adapters,
+            overlap_tokens=found.overlap_tokens,
         )
-        if found.mesh.can_overlap:
-            runner.overlap_tokens = recipe.parallel.overlap_tokens
-        return runner
 
     def full_step() -> None:
         runner = runner_with(1, 0)

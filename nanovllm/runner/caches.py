@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.attention.base import Batch
 from nanovllm.attention.gated_delta import DeltaStates, StateProgress
 from nanovllm.attention.grouped import PagedKV, caches_of
 from nanovllm.config import ConfigError
@@ -91,6 +92,10 @@ class NoStates:
         asked = [a.restore_from for a in plan.admits] + [c.save_to for c in plan.chunks]
         if plan.saves or any(state >= 0 for state in asked):
             raise ValueError(f"plan {plan.step} has recurrent states, which the model has not")
+
+    def parts_of(self, batch: Batch) -> tuple[None, None]:
+        """Return that no states are saved."""
+        return None, None
 
     def forget(self) -> None:
         """Do nothing."""
@@ -160,7 +165,6 @@ class States:
         """
         if plan.saves and self.num_drafts:
             raise ValueError(f"plan {plan.step} saves states of rows that may have drafts")
-        self.progress.parts = self._parts(plan) if plan.chunks else (None, None)
         for slot, checkpoint in plan.saves:
             self.saved_NX[checkpoint].copy_(self.rows_NX[slot], non_blocking=True)
         if not plan.admits:
@@ -178,10 +182,15 @@ class States:
         self.rows_NX.index_fill_(0, blank_X.long(), 0)
         self.progress.lengths_N[slots_X.long()] = lengths_X
 
-    def _parts(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
-        """Return the token ranges of chunks before and after saved states, and their targets."""
-        parts, targets, start = [], [], plan.num_decoded
-        for chunk in plan.chunks:
+    def parts_of(self, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+        """Return the token ranges of chunks before and after saved states, and their targets.
+
+        Return None for both in a padding step.
+        """
+        if not batch.planned:
+            return None, None
+        parts, targets, start = [], [], batch.num_decode_tokens
+        for chunk in batch.planned:
             parts += [start, start + (chunk.save_at if chunk.save_to >= 0 else 0)]
             targets += [chunk.save_to, chunk.slot]
             start += chunk.num_tokens

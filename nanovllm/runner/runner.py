@@ -82,9 +82,14 @@ class Runner:
         states: States | None = None,
         draft_model: DraftModel | None = None,
         adapters: AdapterBank | None = None,
+        overlap_tokens: int = 0,
     ) -> None:
-        """`draft_model` is the one that `drafter` runs, whose layers follow those of `model`."""
+        """`draft_model` is the one that `drafter` runs, whose layers follow those of `model`.
+
+        Eager steps with chunks, of at least `overlap_tokens`, run as two halves. 0: never.
+        """
         self.adapters = adapters
+        self.overlap_tokens = overlap_tokens
         self.drafter = drafter
         self.draft_model = draft_model
         self.num_drafts = drafter.num_drafts if drafter is not None else 0
@@ -96,7 +101,6 @@ class Runner:
         self.states = states or NoStates()
         self.mover: Mover | NoTiers = NoTiers()  # set by build for cache.host_gib
         self.lender: Lender | None = None  # set by build for transfer.role prefill
-        self.overlap_tokens = 0  # of the recipe, set by build if the ranks can overlap sums
         own, by_layer = len(model.layers), {**caches.by_layer, **self.states.by_layer}
         model.bind_caches({n: cache for n, cache in by_layer.items() if n < own})
         if draft_model is not None:
@@ -299,11 +303,9 @@ class Runner:
         `adapted`: also for rows that are not known on the host, as in a capture.
         """
         batch, adapted = self.prep.gather(rows), adapted or rows.adapted
-        ctx = ForwardContext(batch, self.backend.bind(batch), lane_tokens=lane_tokens)
-        if not size and self.takes_turns(rows):
-            halves = halves_of(batch)
-            bound = (ForwardContext(half, self.backend.bind(half)) for half in halves)
-            ctx = replace(ctx, halves=tuple(bound))
+        ctx = self._bound(batch, lane_tokens)
+        if not size and self._takes_turns(rows):
+            ctx = replace(ctx, halves=tuple(map(self._bound, halves_of(batch))))
         if size:
             hidden_SD, *given = self.graph_sets[rows.adapted].piecewise.replay(size, ctx)
         else:
@@ -317,14 +319,17 @@ class Runner:
             lane_tokens=lane_tokens,
         )
 
-    def takes_turns(self, rows: StepRows) -> bool:
+    def _bound(self, batch: Batch, lane_tokens: int = 0) -> ForwardContext:
+        batch = replace(batch, state_parts=self.states.parts_of(batch))
+        return ForwardContext(batch, self.backend.bind(batch), lane_tokens=lane_tokens)
+
+    def _takes_turns(self, rows: StepRows) -> bool:
         """Return True if two halves of an eager step take turns, so that sums overlap products.
 
-        Taps are taken from the stream of the whole step. States are saved by ranges of its tokens.
+        A draft model's taps are read from the stream of the whole step.
         """
         is_long = 0 < self.overlap_tokens <= rows.num_tokens and not rows.is_decode
-        has_taps = self.draft_model is not None and len(self.draft_model.taps) > 0
-        return is_long and not has_taps and isinstance(self.states, NoStates)
+        return is_long and not (self.draft_model and self.draft_model.taps)
 
     def hidden(self, ctx: ForwardContext, *, adapted: bool = False) -> tuple[Tensor, ...]:
         """Return hidden_SD, and given_TX for a draft model that takes values of the target.

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from nanovllm.config import Config, ConfigError, Parallel, Speculate, load_confi
 from nanovllm.engine import ranks
 from nanovllm.engine.ranks import Follower, RankedExecutor
 from nanovllm.experts import Experts, write_placement
+from nanovllm.models.decoder import Decoder
 from nanovllm.parallel.gloo import GlooMesh
 from nanovllm.parallel.nccl import NcclMesh
 from nanovllm.parallel.places import Place, RankLostError, places_of
@@ -33,6 +35,7 @@ from tests.models.tiny import CASES, config_of, make_tiny
 from tests.parallel.test_mesh import COUNTS
 from tests.whole_engine import GREEDY, WholeEngine, prompts_of
 
+HALVED = 8  # tokens from which a step on two ranks runs as two halves
 SMALL = dict(pages=24, slots=4, step_tokens=24, max_tokens=90)  # chunked prompts and preemptions
 NUM_REQUESTS = 10
 EVERYTHING = Sampling(
@@ -59,7 +62,12 @@ def cut(config: Config, tp: int, ep: int = 1) -> Config:
 
 @contextmanager
 def ranked(config: Config, tp: int, folder: Path, **sizes: Any) -> Iterator[WholeEngine]:
-    """Yield rank 0's engine. The other ranks follow it until the block ends."""
+    """Yield rank 0's engine. The other ranks follow it until the block ends.
+
+    Two ranks run steps with chunks as two halves, more ranks run them whole.
+    """
+    parallel = replace(config.recipe.parallel, overlap_tokens=HALVED if tp == 2 else 0)
+    config = replace(config, recipe=replace(config.recipe, parallel=parallel))
     first, *others = places_of(cut(config, tp, config.recipe.parallel.ep), str(folder))
     left: list[int] = []
 
@@ -196,15 +204,18 @@ def test_copies_of_experts_write_the_text_of_one_rank(
 
 def same_text(config: Config, drafts: Speculate | None, tp: int, ep: int, folder: Path) -> None:
     alone = WholeEngine(config, speculate=drafts, **SMALL)
-    expected = text_of(alone)
-    with ranked(cut(config, 1, ep), tp, folder, speculate=drafts, **SMALL) as engine:
-        assert text_of(engine) == expected
-        assert num_weights(engine) < 0.7 * num_weights(alone)
-        steps = engine.loop.executor.steps_by_mode, alone.runner.steps_by_mode
-        # With more than 2 ranks heads are replicated, but states are not. Other numbers of both
-        # fit.
-        fits_else = tp > 2 and not isinstance(alone.runner.states, NoStates)
-        assert fits_else or dict(steps[0]) == dict(steps[1])
+    plain = Decoder._in_halves
+    with patch.object(Decoder, "_in_halves", autospec=True, side_effect=plain) as halved:
+        expected = text_of(alone)
+        assert not halved.called
+        with ranked(cut(config, 1, ep), tp, folder, speculate=drafts, **SMALL) as engine:
+            assert text_of(engine) == expected
+            assert halved.call_count % tp == 0 and (halved.call_count > 20) == (tp == 2)
+    assert num_weights(engine) < 0.7 * num_weights(alone)
+    steps = engine.loop.executor.steps_by_mode, alone.runner.steps_by_mode
+    # With more than 2 ranks heads are replicated, but states are not. Other numbers of both fit.
+    fits_else = tp > 2 and not isinstance(alone.runner.states, NoStates)
+    assert fits_else or dict(steps[0]) == dict(steps[1])
     for request_id, entries in alone.logprobs.items():
         found = [entry.logprob for entry in engine.logprobs[request_id]]
         assert np.allclose(found, [entry.logprob for entry in entries], atol=1e-5)
