@@ -112,12 +112,14 @@ class NcclMesh(Mesh):
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.tp_size == 1:
             return x
-        peers = self.peers_for(x)
-        return self._nccl(x) if peers is None else own.all_reduce(x, peers)
+        links = self.connected[0]
+        if links.peers is not None and x.nbytes <= links.own_bytes:
+            return own.all_reduce(x, links.peers)
+        return self._nccl(x)
 
     def peers_for(self, x: Tensor) -> Peers | None:
         links = self.connected[0]
-        return links.peers if x.nbytes <= links.own_bytes else None
+        return None if links.overlaps or x.nbytes > links.own_bytes else links.peers
 
     def gather(self, x: Tensor) -> Tensor:
         peers = self.connected[0].peers

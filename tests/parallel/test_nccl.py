@@ -88,7 +88,9 @@ def test_sums_that_overlap_other_work_are_waited_for_by_the_next_norm(
     monkeypatch.setattr(nccl, "reserving", reserving)
     mesh.connected[0] = mesh.connected[0]._replace(side=Side())
     with pytest.raises(KeyError), mesh.overlap():
-        residual = with_pending_sum(torch.ones(5, 64), Added(torch.ones(5, 64)), mesh)
+        # A short sum inside of an operation stays on the current stream.
+        assert mesh.all_reduce(torch.ones(4, 64)).unique().tolist() == [2.25]
+        residual = with_pending_sum(torch.ones(4, 64), Added(torch.ones(4, 64)), mesh)
         _, stream = select_ops(Kernels(), torch.device("cpu")).norm(residual, torch.ones(64), 0.0)
         assert stream.stream_TD.unique().tolist() == [4.0]
         raise KeyError

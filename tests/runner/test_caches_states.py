@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -84,10 +85,11 @@ def test_states_are_saved_before_a_plan_and_inside_of_its_chunks(states: States)
     plan = empty_plan(saves=[(1, 0)], admits=[admit(1), admit(2, 4, 0)])
     states.apply(plan)
     assert values(states) == [1, 0, 2, 4, 2, 6]
-    assert states.progress.parts == (None, None)
+    padding: Any = SimpleNamespace(planned=(), num_decode_tokens=5)
+    assert states.parts_of(padding) == (None, None)
     chunks = [Chunk(0, 3, False), Chunk(2, 7, True, save_to=1, save_at=4)]
-    states.apply(empty_plan(num_decodes=5, chunks=chunks))
-    parts_X, targets_X = states.progress.parts
+    batch: Any = SimpleNamespace(planned=chunks, num_decode_tokens=5)
+    parts_X, targets_X = states.parts_of(batch)
     assert parts_X is not None and targets_X is not None
     assert parts_X.tolist() == [5, 5, 8, 12, 15] and targets_X.tolist() == [-1, 0, 1, 2]
 
