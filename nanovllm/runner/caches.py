@@ -93,9 +93,8 @@ class NoStates:
         if plan.saves or any(state >= 0 for state in asked):
             raise ValueError(f"plan {plan.step} has recurrent states, which the model has not")
 
-    def parts_of(self, batch: Batch) -> tuple[None, None]:
-        """Return that no states are saved."""
-        return None, None
+    def parts_of(self, batch: Batch) -> None:
+        """Return None, since there are no states to save."""
 
     def forget(self) -> None:
         """Do nothing."""
@@ -182,13 +181,13 @@ class States:
         self.rows_NX.index_fill_(0, blank_X.long(), 0)
         self.progress.lengths_N[slots_X.long()] = lengths_X
 
-    def parts_of(self, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+    def parts_of(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
         """Return the token ranges of chunks before and after saved states, and their targets.
 
-        Return None for both in a padding step.
+        Return None in a padding step.
         """
         if not batch.planned:
-            return None, None
+            return None
         parts, targets, start = [], [], batch.num_decode_tokens
         for chunk in batch.planned:
             parts += [start, start + (chunk.save_at if chunk.save_to >= 0 else 0)]

@@ -320,7 +320,8 @@ class Runner:
         )
 
     def _bound(self, batch: Batch, lane_tokens: int = 0) -> ForwardContext:
-        batch = replace(batch, state_parts=self.states.parts_of(batch))
+        if (parts := self.states.parts_of(batch)) is not None:
+            batch = replace(batch, state_parts=parts)
         return ForwardContext(batch, self.backend.bind(batch), lane_tokens=lane_tokens)
 
     def _takes_turns(self, rows: StepRows) -> bool:

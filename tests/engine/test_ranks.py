@@ -23,12 +23,14 @@ from nanovllm.engine.ranks import Follower, RankedExecutor
 from nanovllm.experts import Experts, write_placement
 from nanovllm.models.decoder import Decoder
 from nanovllm.parallel.gloo import GlooMesh
-from nanovllm.parallel.nccl import NcclMesh
+from nanovllm.parallel.mesh import Mesh
+from nanovllm.parallel.nccl import NcclMesh, OrderedMesh
 from nanovllm.parallel.places import Place, RankLostError, places_of
 from nanovllm.parallel.ring import RING_BYTES, RingWriter, ring
 from nanovllm.plan import Masks, StepPlan
 from nanovllm.runner.build import cpu_threads
 from nanovllm.runner.caches import NoStates
+from nanovllm.runner.runner import Runner
 from nanovllm.wire import FinishReason, Sampling
 from tests.models.corrupted import POISON, VALUES, poisoned
 from tests.models.tiny import CASES, config_of, make_tiny
@@ -200,6 +202,23 @@ def test_copies_of_experts_write_the_text_of_one_rank(
     assert 0.8 * alones < all_ours <= alones
     assert (ours < 0.75 * all_ours) == (tp == 1)
     assert all(value < 1.2 for key, value in found.imbalance.items() if key.endswith("/ranks"))
+
+
+def test_long_steps_with_chunks_are_halved_unless_a_draft_model_taps_them() -> None:
+    """Taps are read from the stream of the whole step. MTP takes hidden states only."""
+
+    def takes_turns(num_tokens: int, taps: tuple[int, ...] | None, *, is_decode: bool) -> bool:
+        drafts = None if taps is None else SimpleNamespace(taps=taps)
+        runner: Any = SimpleNamespace(overlap_tokens=8, draft_model=drafts)
+        rows: Any = SimpleNamespace(num_tokens=num_tokens, is_decode=is_decode)
+        return Runner._takes_turns(runner, rows)
+
+    assert takes_turns(8, None, is_decode=False) and takes_turns(8, (), is_decode=False)
+    assert not takes_turns(7, None, is_decode=False) and not takes_turns(8, None, is_decode=True)
+    assert not takes_turns(8, (1, 2), is_decode=False)
+    kinds: list[Any] = [Mesh(), GlooMesh(0, 2), NcclMesh(0, 2), OrderedMesh(0, 2)]
+    kinds += [NcclMesh(0, 1, ep_size=2), GlooMesh(0, 1, ep_size=2)]
+    assert [mesh.can_overlap for mesh in kinds] == [False, True, True, False, False, False]
 
 
 def same_text(config: Config, drafts: Speculate | None, tp: int, ep: int, folder: Path) -> None:

@@ -86,11 +86,12 @@ def test_states_are_saved_before_a_plan_and_inside_of_its_chunks(states: States)
     states.apply(plan)
     assert values(states) == [1, 0, 2, 4, 2, 6]
     padding: Any = SimpleNamespace(planned=(), num_decode_tokens=5)
-    assert states.parts_of(padding) == (None, None)
+    assert states.parts_of(padding) is None
     chunks = [Chunk(0, 3, False), Chunk(2, 7, True, save_to=1, save_at=4)]
     batch: Any = SimpleNamespace(planned=chunks, num_decode_tokens=5)
-    parts_X, targets_X = states.parts_of(batch)
-    assert parts_X is not None and targets_X is not None
+    parts = states.parts_of(batch)
+    assert parts is not None
+    parts_X, targets_X = parts
     assert parts_X.tolist() == [5, 5, 8, 12, 15] and targets_X.tolist() == [-1, 0, 1, 2]
 
 
