@@ -1,6 +1,7 @@
-"""Division of a step's tokens into two halves, which take turns in each part of a layer.
+"""Division of a step's tokens into two halves, which alternate in each part of a layer.
 
-While the ranks sum the products of one half, each rank computes the other half.
+While the ranks sum the products of one half, each rank computes the other half. The loop is
+models/decoder.py:Decoder._in_halves.
 """
 
 from __future__ import annotations

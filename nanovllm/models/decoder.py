@@ -204,10 +204,10 @@ class Decoder(Layer):
 
         With `ctx.all_hidden`, return those of all tokens, x_TD.
         """
-        stream_TD, first = self.embed(token_ids_T), 0
-        residual: Residual = Added(stream_TD)
+        residual: Residual = Added(self.embed(token_ids_T))
+        first = 0
         if ctx.halves:
-            residual, first = self._in_halves(stream_TD, ctx), len(self.layers) - 1
+            residual, first = self._in_halves(residual, ctx), len(self.layers) - 1
         for layer, block in enumerate(list(self.layers)[first:], first):
             if ctx.taps is not None:
                 residual = ctx.taps.take(layer, residual)
@@ -217,7 +217,7 @@ class Decoder(Layer):
         x_SD: Tensor = self.norm(residual)[0]
         return x_SD
 
-    def _in_halves(self, stream_TD: Tensor, ctx: ForwardContext) -> Added:
+    def _in_halves(self, residual: Residual, ctx: ForwardContext) -> Added:
         """Run all blocks but the last on both halves of the tokens, part by part in turn.
 
         While the ranks sum a product of one half, this rank computes the same part of the other.
@@ -225,7 +225,7 @@ class Decoder(Layer):
         last block is for the whole step, because only sampled tokens remain after its attention.
         """
         sizes = [len(half.batch.token_ids_T) for half in ctx.halves]
-        streams: list[Residual] = [Added(x_TD) for x_TD in stream_TD.split(sizes)]
+        streams: list[Residual] = [Added(x_TD) for x_TD in residual.stream_TD.split(sizes)]
         blocks = cast("list[Block]", list(self.layers)[:-1])
         with self.embed.mesh.overlap():
             for block in blocks:

@@ -304,7 +304,7 @@ class Runner:
         """
         batch, adapted = self.prep.gather(rows), adapted or rows.adapted
         ctx = self._bound(batch, lane_tokens)
-        if not size and self._takes_turns(rows):
+        if not size and self._is_halved(rows):
             ctx = replace(ctx, halves=tuple(map(self._bound, halves_of(batch))))
         if size:
             hidden_SD, *given = self.graph_sets[rows.adapted].piecewise.replay(size, ctx)
@@ -324,8 +324,8 @@ class Runner:
             batch = replace(batch, state_parts=parts)
         return ForwardContext(batch, self.backend.bind(batch), lane_tokens=lane_tokens)
 
-    def _takes_turns(self, rows: StepRows) -> bool:
-        """Return True if two halves of an eager step take turns, so that sums overlap products.
+    def _is_halved(self, rows: StepRows) -> bool:
+        """Return True if two halves of an eager step alternate, so that sums overlap products.
 
         A draft model's taps are read from the stream of the whole step.
         """

@@ -207,15 +207,15 @@ def test_copies_of_experts_write_the_text_of_one_rank(
 def test_long_steps_with_chunks_are_halved_unless_a_draft_model_taps_them() -> None:
     """Taps are read from the stream of the whole step. MTP takes hidden states only."""
 
-    def takes_turns(num_tokens: int, taps: tuple[int, ...] | None, *, is_decode: bool) -> bool:
+    def is_halved(num_tokens: int, taps: tuple[int, ...] | None, *, is_decode: bool) -> bool:
         drafts = None if taps is None else SimpleNamespace(taps=taps)
         runner: Any = SimpleNamespace(overlap_tokens=8, draft_model=drafts)
         rows: Any = SimpleNamespace(num_tokens=num_tokens, is_decode=is_decode)
-        return Runner._takes_turns(runner, rows)
+        return Runner._is_halved(runner, rows)
 
-    assert takes_turns(8, None, is_decode=False) and takes_turns(8, (), is_decode=False)
-    assert not takes_turns(7, None, is_decode=False) and not takes_turns(8, None, is_decode=True)
-    assert not takes_turns(8, (1, 2), is_decode=False)
+    assert is_halved(8, None, is_decode=False) and is_halved(8, (), is_decode=False)
+    assert not is_halved(7, None, is_decode=False) and not is_halved(8, None, is_decode=True)
+    assert not is_halved(8, (1, 2), is_decode=False)
     kinds: list[Any] = [Mesh(), GlooMesh(0, 2), NcclMesh(0, 2), OrderedMesh(0, 2)]
     kinds += [NcclMesh(0, 1, ep_size=2), GlooMesh(0, 1, ep_size=2)]
     assert [mesh.can_overlap for mesh in kinds] == [False, True, True, False, False, False]
