@@ -52,6 +52,7 @@ def checks(device: torch.device) -> Iterator[Check]:
     yield latent(*(16, 576, 700) if is_gpu else (4, 72, 70), device=device)
     yield per_head(*(16, 128, 512, 700) if is_gpu else (3, 24, 40, 70), device=device)
     yield delta((4, 8, 128, 128) if is_gpu else (1, 2, 16, 16), 150 if is_gpu else 40, device)
+    yield deltas(*(700, 4096, (4096, 1024)) if is_gpu else (140, 600, (40, 24)), device=device)
     yield from experts(*(1024, 64, 768, 2048) if is_gpu else (70, 8, 40, 72), device=device)
     if is_gpu:
         yield from (check for shape in WEIGHTS for check in linear(*shape, device))
@@ -195,6 +196,23 @@ def delta(sizes: tuple[int, int, int, int], num_tokens: int, device: torch.devic
         return found
 
     return Check("delta", f"{num_tokens} tokens GHKV={sizes}", num_tokens, run)
+
+
+def deltas(
+    num_tokens: int, num_inputs: int, widths: tuple[int, ...], device: torch.device
+) -> Check:
+    """Return the deltas of adapters of several ranks, added to a product."""
+    from nanovllm_kernels.adapters.deltas import DeltaShape, add_deltas, inputs
+
+    shape = DeltaShape(num_tokens, num_inputs, widths, (16, 33, 8))
+    x_TD, y_TN, *matrices, adapter_T, owner_P = inputs(shape, device)
+
+    def run(part: slice) -> Tensor:
+        y = y_TN[part].clone()
+        add_deltas(x_TD[part], y, *matrices, adapter_T[part].contiguous(), owner_P)
+        return y
+
+    return Check("add_deltas", shape.name, num_tokens, run)
 
 
 def experts(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
@@ -102,6 +102,7 @@ class AdaptedRows:
 
     adapter_T: Tensor  # int32: slot of each token's adapter, -1 for none
     owner_P: Tensor  # int32: slot of the adapter that owns each page of ranks, -2 for none
+    tables: dict[str, Any] = field(init=False, default_factory=dict)  # of kernels, by the first
 
 
 class Taps(Protocol):

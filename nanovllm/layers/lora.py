@@ -53,6 +53,7 @@ class Delta:
             widths=self.widths,
             adapter_T=rows.adapter_T,
             owner_P=rows.owner_P,
+            tables=rows.tables,
         )
         return y_TN
 

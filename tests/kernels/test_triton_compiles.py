@@ -48,15 +48,24 @@ ROWS = dict(page_table_RM="*i32", starts_R1="*i32", lengths_R="*i32", plan_N5="*
 KERNELS = {
     "shrink": """
 from nanovllm_kernels.adapters.deltas import shrink_kernel
-types = dict(x_TD="*bf16", a_RID="*bf16", h_ITR="*bf16", adapter_T="*i32", owner_P="*i32")
-for aligned in ((), types):
-    compiled(shrink_kernel, types, aligned=aligned, PAGE=16, TOKENS=16, INPUTS=128)
+tables = dict.fromkeys(("adapter_T", "count_X", "page_XP", "owner_XP"), "*i32")
+few, many = (dict(tables, x_TD="*bf16", a_RID="*bf16", h_CITR=h) for h in ("*fp32", "*bf16"))
+aligned = {*few, "num_inputs", "x_stride", "a_stride", "part_stride"}
+compiled(shrink_kernel, few, aligned=aligned, PAGE=16, TOKENS=16, INPUTS=512, CHUNKS=1, SUMS=24,
+         IS_FIRST=False, WAITS=True)
+ptx = compiled(shrink_kernel, many, aligned=aligned, PAGE=16, TOKENS=32, INPUTS=512, CHUNKS=24,
+               SUMS=1, IS_FIRST=True, WAITS=False)
+assert "mma.sync" in ptx and "wgmma.mma" not in ptx
 """,
     "expand": """
 from nanovllm_kernels.adapters.deltas import expand_kernel
-types = dict(h_ITR="*bf16", b_RN="*bf16", y_TN="*bf16", adapter_T="*i32", owner_P="*i32")
-for aligned in ((), types):
-    compiled(expand_kernel, types, aligned=aligned, PAGE=16, TOKENS=16, COLUMNS=64)
+tables = dict.fromkeys(("adapter_T", "count_X", "page_XP", "owner_XP"), "*i32")
+few, many = (dict(tables, h_CITR=h, b_RN="*bf16", y_TN="*bf16") for h in ("*fp32", "*bf16"))
+aligned = {*few, "num_ranks", "y_stride", "b_stride"}
+compiled(expand_kernel, few, aligned=aligned, PAGE=16, TOKENS=16, COLUMNS=128, SUMS=24, WAITS=True)
+ptx = compiled(expand_kernel, many, aligned=aligned, PAGE=16, TOKENS=32, COLUMNS=128, SUMS=1,
+               WAITS=False)
+assert "mma.sync" in ptx and "wgmma.mma" not in ptx
 """,
     "latent_store": """
 from nanovllm_kernels.attention.latent_store import latent_store_kernel
@@ -198,6 +207,11 @@ OTHERS = {
         ),
     },
     "rows": {
+        "add_deltas": (
+            "T=7 D=600 N=200+16+16 ranks=16+33+4 bfloat16",
+            "T=140 D=300 N=130+40 ranks=20+16 bfloat16",
+            "T=33 D=160 N=64+40 ranks=8+16 float32",
+        ),
         "norm_quantise": ("normal T=7 D=1160",),
         "silu_mul_quantise": ("strided T=7 D=2320",),
         "sigmoid_mul": ("slices T=7 F=1000 bfloat16",),

@@ -1,12 +1,24 @@
 """Deltas of LoRA adapters in two launches: h = x A^T, then y += h B.
 
-The reference is add_deltas of reference.py. A program of the first launch has the tokens of a block
-and one page of ranks, and ends at once if no token has the page's adapter. One of the second has
-some columns of y, and reads only the pages of its tokens' adapters. All sizes and counts are on the
-device, so CUDA graphs can contain both.
+The reference is add_deltas of reference.py. A table lists the pages of ranks that each tile of
+tokens uses. The first call of a step computes it, and the step's other calls share it. All sizes
+and counts are on the device, so CUDA graphs can contain all launches.
 
-Decision: pages are added in ascending order, and those of an adapter ascend. A row's sum thus has
-the same order whatever else is in the batch.
+Decision: the inputs of a sum are cut into chunks, whose number depends on the product alone. With
+few tokens each chunk is a program's, which writes a partial sum. The second launch adds these in
+ascending order. With many tokens a program adds all chunks itself, in the same order. Pages are
+added in ascending order, too. So a row has the same bits with any other rows.
+
+Decision: tiles have 16 or 32 tokens, so that both multiply by mma.sync. Its sums differ from those
+of wgmma, which Triton chooses from 64 rows on.
+
+Decision: with few tokens both kernels are launched before their predecessors end. They read the
+table and their first matrix before they wait. A table of the same call is read after the wait.
+Predicted for Qwen3-8B on an H100, by 0.7 us for each dependent load, 1.2 us for an early launch and
+2.5 us for another; not measured yet. A layer with rank 16 has 2.4 MB for each adapter. Its four
+products take 14 us for one token, 16 us for 64 tokens with 1 adapter, 30 us with 8, and 90 us with
+64. They take 0.6 ms for 8,192 tokens, mostly the traffic of y. Before, one token took 95 us: three
+programs per launch had 32 to 96 serial loads.
 """
 
 from __future__ import annotations
@@ -14,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,10 +36,23 @@ from torch import Tensor
 from nanovllm_kernels.adapters import reference
 from nanovllm_kernels.adapters.reference import NO_ADAPTER, NO_OWNER, RANK_PAGE
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
-from nanovllm_kernels.triton_parts import dot
+from nanovllm_kernels.device import follows
+from nanovllm_kernels.triton_parts import dot, let_next_come, wait
 
-TOKENS, INPUTS, COLUMNS = 16, 128, 64  # of a program
+FEW_TOKENS = 128  # up to here chunks of inputs are computed by programs of their own
+FEW_TILE, MANY_TILE = 16, 32  # tokens of a program
+COLUMNS = 128  # of a program
 MOST_PARTS = 4  # those of Qwen3.5's recurrent layers: qkv, z, b and a
+FEW_PAGES, MOST_PAGES = 4, 16  # of a tile that have their own programs: of one token, of more
+LISTED = tl.constexpr(256)  # pages that are compared with a tile's adapters at once
+
+
+class Tiles(NamedTuple):
+    """The pages that each tile of tokens uses, in ascending order, and their owners."""
+
+    count_X: Tensor
+    page_XP: Tensor
+    owner_XP: Tensor
 
 
 def add_deltas(
@@ -37,63 +63,130 @@ def add_deltas(
     widths: tuple[int, ...],
     adapter_T: Tensor,
     owner_P: Tensor,
+    tables: dict[str, Tiles] | None = None,
 ) -> None:
-    """Add the deltas to y, in place. See reference.add_deltas."""
+    """Add the deltas to y, in place. See reference.add_deltas.
+
+    `tables` has the tables of these tokens. It is empty in the first call of a step.
+    """
     num_tokens, num_pages = len(x_TD), len(owner_P)
     num_ranks, num_parts, num_inputs = a_RID.shape
     assert num_parts <= MOST_PARTS and x_TD.stride(1) == y_TN.stride(1) == 1
     assert a_RID.stride(2) == b_RN.stride(1) == 1
-    h_ITR = x_TD.new_empty(num_parts, num_tokens, num_ranks)
-    blocks = triton.cdiv(num_tokens, TOKENS)
-    shrink_kernel[(num_pages, blocks, num_parts)](
-        x_TD, a_RID, h_ITR, adapter_T, owner_P, num_tokens, num_inputs, num_ranks,
-        x_TD.stride(0), a_RID.stride(0), a_RID.stride(1), PAGE=RANK_PAGE, TOKENS=TOKENS,
-        INPUTS=INPUTS,
+    is_few = num_tokens <= FEW_TOKENS
+    waits = is_few and follows(num_tokens, x_TD.device)
+    tile = FEW_TILE if is_few else MANY_TILE
+    tables = {} if tables is None else tables
+    is_first = not tables
+    if is_first:
+        tables["tiles"] = tiles_of(adapter_T, owner_P, tile)
+    tiles, num_tiles = tables["tiles"], triton.cdiv(num_tokens, tile)
+    depth = depth_of(num_inputs, x_TD.dtype)
+    num_chunks = triton.cdiv(num_inputs, depth)
+    num_sums = num_chunks if is_few else 1
+    h_CITR = x_TD.new_empty(
+        (num_sums, num_parts, num_tokens, num_ranks), dtype=torch.float32 if is_few else x_TD.dtype
+    )
+    most_pages = min(num_pages, 1 if not is_few else FEW_PAGES if num_tokens == 1 else MOST_PAGES)
+    shrink_kernel[(num_parts * num_sums, num_tiles, most_pages)](
+        x_TD, a_RID, h_CITR, adapter_T, *tiles, num_tokens, num_inputs, num_ranks, num_pages,
+        x_TD.stride(0), a_RID.stride(0), a_RID.stride(1), PAGE=RANK_PAGE, TOKENS=tile,
+        INPUTS=depth, CHUNKS=num_chunks // num_sums, SUMS=num_sums, IS_FIRST=is_first,
+        WAITS=waits, launch_pdl=waits,
     )  # fmt: skip
     padded = (*widths, 0, 0, 0)[:MOST_PARTS]
     columns = sum(triton.cdiv(width, COLUMNS) for width in widths)
-    expand_kernel[(columns, blocks)](
-        h_ITR, b_RN, y_TN, adapter_T, owner_P, *padded, num_tokens, num_ranks, num_pages,
-        y_TN.stride(0), b_RN.stride(0), PAGE=RANK_PAGE, TOKENS=TOKENS, COLUMNS=COLUMNS,
+    expand_kernel[(columns, num_tiles)](
+        h_CITR, b_RN, y_TN, adapter_T, *tiles, *padded, num_tokens, num_ranks, num_pages,
+        h_CITR.stride(0), y_TN.stride(0), b_RN.stride(0), PAGE=RANK_PAGE, TOKENS=tile,
+        COLUMNS=COLUMNS, SUMS=num_sums, WAITS=waits, launch_pdl=waits,
     )  # fmt: skip
+
+
+def depth_of(num_inputs: int, dtype: torch.dtype) -> int:
+    """Return the inputs of a chunk. They depend on the product alone, as the order of sums does."""
+    num_bytes = 512 if num_inputs <= 8192 else 1024
+    return num_bytes // dtype.itemsize
+
+
+def tiles_of(adapter_T: Tensor, owner_P: Tensor, tile: int) -> Tiles:
+    """Return the pages that tiles of `tile` tokens use."""
+    num_tiles, num_pages = triton.cdiv(len(adapter_T), tile), len(owner_P)
+    sizes = (num_tiles,), (num_tiles, num_pages), (num_tiles, num_pages)
+    tiles = Tiles(*(adapter_T.new_empty(size) for size in sizes))
+    tiles_kernel[(num_tiles,)](
+        adapter_T, owner_P, *tiles, len(adapter_T), num_pages, TOKENS=tile,
+    )  # fmt: skip
+    return tiles
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def tiles_kernel(
+    adapter_T, owner_P, count_X, page_XP, owner_XP, num_tokens, num_pages, TOKENS: tl.constexpr
+):
+    tile = tl.program_id(0)
+    t = tile * TOKENS + tl.arange(0, TOKENS)
+    adapter = tl.load(adapter_T + t, t < num_tokens, -1)
+    count = 0
+    for first in range(0, num_pages, LISTED):
+        page = first + tl.arange(0, LISTED)
+        owner = tl.load(owner_P + page, page < num_pages, -2)
+        is_used = tl.max((adapter[:, None] == owner[None, :]).to(tl.int32), 0)
+        at = tile * num_pages + count + tl.cumsum(is_used, 0) - is_used
+        tl.store(page_XP + at, page, is_used > 0)
+        tl.store(owner_XP + at, owner, is_used > 0)
+        count += tl.sum(is_used, 0)
+    tl.store(count_X + tile, count)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def shrink_kernel(
-    x_TD, a_RID, h_ITR, adapter_T, owner_P, num_tokens, num_inputs, num_ranks,
-    x_stride, a_stride, part_stride, PAGE: tl.constexpr, TOKENS: tl.constexpr,
-    INPUTS: tl.constexpr,
+    x_TD, a_RID, h_CITR, adapter_T, count_X, page_XP, owner_XP, num_tokens, num_inputs, num_ranks,
+    num_pages, x_stride, a_stride, part_stride, PAGE: tl.constexpr, TOKENS: tl.constexpr,
+    INPUTS: tl.constexpr, CHUNKS: tl.constexpr, SUMS: tl.constexpr, IS_FIRST: tl.constexpr,
+    WAITS: tl.constexpr,
 ):  # fmt: skip
-    page, part = tl.program_id(0), tl.program_id(2)
-    t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    is_token = t < num_tokens
-    is_own = (tl.load(adapter_T + t, is_token, -1) == tl.load(owner_P + page)) & is_token
-    if tl.max(is_own.to(tl.int32), 0) > 0:
+    """Compute one of SUMS sums of each token, over CHUNKS chunks of the inputs."""
+    wait(WAITS and IS_FIRST)
+    let_next_come(WAITS)
+    part, nth_sum, tile = tl.program_id(0) // SUMS, tl.program_id(0) % SUMS, tl.program_id(1)
+    count = tl.load(count_X + tile)
+    t = tile * TOKENS + tl.arange(0, TOKENS)
+    adapter = tl.load(adapter_T + t, t < num_tokens, -1)
+    for nth in tl.range(tl.program_id(2), count, tl.num_programs(2), num_stages=1):
+        page = tl.load(page_XP + tile * num_pages + nth)
+        is_own = adapter == tl.load(owner_XP + tile * num_pages + nth)
         r = page * PAGE + tl.arange(0, PAGE)
         x_at = x_TD + t.to(tl.int64)[:, None] * x_stride
         a_at = a_RID + r.to(tl.int64)[None, :] * a_stride + part * part_stride
-        h = tl.zeros([TOKENS, PAGE], tl.float32)
-        for first in range(0, num_inputs, INPUTS):
-            d = first + tl.arange(0, INPUTS)
-            is_input = d < num_inputs
-            x = tl.load(x_at + d[None, :], is_own[:, None] & is_input[None, :], 0.0)
-            a = tl.load(a_at + d[:, None], is_input[:, None], 0.0)
-            h = dot(x, a, h)
-        h_at = h_ITR + (part * num_tokens + t).to(tl.int64)[:, None] * num_ranks + r[None, :]
-        tl.store(h_at, h.to(h_ITR.dtype.element_ty), is_token[:, None])
+        d = nth_sum * CHUNKS * INPUTS + tl.arange(0, INPUTS)
+        zeros = tl.zeros([TOKENS, PAGE], tl.float32)
+        a = tl.load(a_at + d[:, None], (d < num_inputs)[:, None], 0.0)
+        wait(WAITS)
+        x = tl.load(x_at + d[None, :], is_own[:, None] & (d < num_inputs)[None, :], 0.0)
+        h = dot(x, a, zeros)
+        for _ in tl.range(1, CHUNKS, num_stages=3):
+            d += INPUTS
+            x = tl.load(x_at + d[None, :], is_own[:, None] & (d < num_inputs)[None, :], 0.0)
+            a = tl.load(a_at + d[:, None], (d < num_inputs)[:, None], 0.0)
+            h += dot(x, a, zeros)
+        row = (nth_sum * (tl.num_programs(0) // SUMS) + part) * num_tokens + t
+        h_at = h_CITR + row.to(tl.int64)[:, None] * num_ranks + r[None, :]
+        tl.store(h_at, h.to(h_CITR.dtype.element_ty), is_own[:, None])
+    wait(WAITS)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def expand_kernel(
-    h_ITR, b_RN, y_TN, adapter_T, owner_P, width_0, width_1, width_2, width_3, num_tokens,
-    num_ranks, num_pages, y_stride, b_stride, PAGE: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    h_CITR, b_RN, y_TN, adapter_T, count_X, page_XP, owner_XP, width_0, width_1, width_2, width_3,
+    num_tokens, num_ranks, num_pages, h_stride, y_stride, b_stride, PAGE: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    is_token = t < num_tokens
-    adapter = tl.load(adapter_T + t, is_token, -1)
-    has_adapter = adapter >= 0
-    if tl.max(has_adapter.to(tl.int32), 0) > 0:
+    """Add the products of the sums h with B to some columns of y."""
+    let_next_come(WAITS)
+    tile = tl.program_id(1)
+    count = tl.load(count_X + tile)
+    if count > 0:
         block, part, start, width = tl.program_id(0), 0, 0, width_0
         end_0 = tl.cdiv(width_0, COLUMNS)
         end_1 = end_0 + tl.cdiv(width_1, COLUMNS)
@@ -107,19 +200,48 @@ def expand_kernel(
         n = block * COLUMNS + tl.arange(0, COLUMNS)
         is_column = n < width
         n += start
-        more = tl.zeros([TOKENS, COLUMNS], tl.float32)
-        for page in range(num_pages):
-            is_own = has_adapter & (adapter == tl.load(owner_P + page))
-            if tl.max(is_own.to(tl.int32), 0) > 0:
-                r = page * PAGE + tl.arange(0, PAGE)
-                h_at = h_ITR + (part * num_tokens + t).to(tl.int64)[:, None] * num_ranks
-                h = tl.load(h_at + r[None, :], is_own[:, None], 0.0)
-                b_at = b_RN + r.to(tl.int64)[:, None] * b_stride + n[None, :]
-                more = dot(h, tl.load(b_at, is_column[None, :], 0.0), more)
+        t = tile * TOKENS + tl.arange(0, TOKENS)
+        adapter = tl.load(adapter_T + t, t < num_tokens, -1)
+        h_at = h_CITR + (part * num_tokens + t).to(tl.int64)[:, None] * num_ranks
+        more = expanded(
+            h_at, b_RN + n, is_column, adapter, page_XP + tile * num_pages,
+            owner_XP + tile * num_pages, count, h_stride, b_stride, PAGE, TOKENS, COLUMNS, SUMS,
+            WAITS,
+        )  # fmt: skip
         y_at = y_TN + t.to(tl.int64)[:, None] * y_stride + n[None, :]
-        is_written = has_adapter[:, None] & is_column[None, :]
+        is_written = (adapter >= 0)[:, None] & is_column[None, :]
         y = tl.load(y_at, is_written, 0.0).to(tl.float32) + more
         tl.store(y_at, y.to(y_TN.dtype.element_ty), is_written)
+    wait(WAITS)
+
+
+@triton.jit
+def expanded(
+    h_at, b_at, is_column, adapter, page_P, owner_P, count, h_stride, b_stride, PAGE: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    """Return the deltas of a tile's columns. B's page is loaded one page ahead, before a wait."""
+    r = tl.arange(0, PAGE)
+    page, owner = tl.load(page_P), tl.load(owner_P)
+    rows = (page * PAGE + r).to(tl.int64)[:, None]
+    b = tl.load(b_at[None, :] + rows * b_stride, is_column[None, :], 0.0)
+    wait(WAITS)
+    more = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    for nth in tl.range(0, count, num_stages=1):
+        has_next = nth + 1 < count
+        is_next = is_column & (nth + 1 + tl.zeros([COLUMNS], tl.int32) < count)
+        next_page = tl.load(page_P + nth + 1, has_next, 0)
+        next_owner = tl.load(owner_P + nth + 1, has_next, 0)
+        rows = (next_page * PAGE + r).to(tl.int64)[:, None]
+        next_b = tl.load(b_at[None, :] + rows * b_stride, is_next[None, :], 0.0)
+        is_own = (adapter == owner)[:, None]
+        own_at = h_at + (page * PAGE + r)[None, :]
+        h = tl.load(own_at, is_own, 0.0).to(tl.float32)
+        for nth_sum in tl.static_range(1, SUMS):
+            h += tl.load(own_at + nth_sum * h_stride, is_own, 0.0)
+        more = dot(h.to(b.dtype), b, more)
+        page, owner, b = next_page, next_owner, next_b
+    return more
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,30 +292,44 @@ def sizes(_: Tensors, args: Args) -> Tensors:
 
 
 def timed(tokens: int, num_adapters: int, shape: tuple[int, tuple[int, ...]]) -> Case:
-    """Return a timed case of rank 16. All adapters are read once."""
+    """Return a timed case of rank 16 with its tables. All adapters are read once.
+
+    All tokens have an adapter: the next one in each row, or the same in 1,024 rows.
+    """
     num_inputs, widths = shape
     made = DeltaShape(tokens, num_inputs, widths, (16,) * num_adapters)
     num_bytes = 2 * 16 * num_adapters * (num_inputs * len(widths) + sum(widths))
     num_bytes += 2 * tokens * (num_inputs + 2 * sum(widths))
-    make: Callable[[torch.device], Args] = partial(inputs, made)
+
+    def make(device: torch.device) -> Args:
+        x, y, a, b, widths, adapter_T, owner_P = inputs(made, device)
+        t = torch.arange(tokens, dtype=torch.int32, device=device)
+        adapter_T = (t if tokens < 1024 else t // 1024) % num_adapters
+        tables: dict[str, Tiles] = {}
+        if device.type == "cuda":
+            add_deltas(x, y, a, b, widths, adapter_T, owner_P, tables)
+        return x, y, a, b, widths, adapter_T, owner_P, tables
+
     return Case(f"timed {made.name}", make, num_bytes=num_bytes)
 
 
 SHAPES = (
     DeltaShape(1, 64, (48,), (1,)),
-    DeltaShape(7, 200, (72, 16, 16), (16, 33, 4)),
+    DeltaShape(7, 600, (200, 16, 16), (16, 33, 4)),
     DeltaShape(37, 128, (130, 130), (40, 20, 16)),
-    DeltaShape(33, 96, (64, 40), (8, 16), torch.float32),
+    DeltaShape(140, 300, (130, 40), (20, 16)),
+    DeltaShape(33, 160, (64, 40), (8, 16), torch.float32),
     DeltaShape(20, 64, (80, 70, 4, 4), (16, 20), torch.float32),
 )
-SIZES_8B = (4096, (4096, 1024, 1024)), (4096, (12288, 12288)), (12288, (4096,))
+SIZES_8B = (4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (12288, 12288)), (12288, (4096,))
+LOADS = (1, 1), (64, 1), (64, 8), (64, 64), (8192, 8)  # tokens and adapters
 ADD_DELTAS = Kernel(
     "add_deltas",
     add_deltas,
     reference.add_deltas,
     (
         *(Case(shape.name, partial(inputs, shape), small=True) for shape in SHAPES),
-        *(timed(tokens, min(tokens, 8), size) for tokens in (1, 64) for size in SIZES_8B),
+        *(timed(tokens, adapters, size) for tokens, adapters in LOADS for size in SIZES_8B),
     ),
     ulps_16=3,
     ulps_32=16,

@@ -8,6 +8,7 @@ belong to one adapter, the owner of the page.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ def add_deltas(
     widths: tuple[int, ...],
     adapter_T: Tensor,
     owner_P: Tensor,
+    tables: dict[str, Any] | None = None,
     multiply: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> None:
     """Add (x A^T) B of each token's adapter to y, in place.
@@ -32,6 +34,7 @@ def add_deltas(
     The product has I parts, of `widths` columns each, and each part has its own A. `adapter_T` are
     the adapters of tokens, int32, or NO_ADAPTER; rows of the latter are not written. `owner_P` are
     the owners of pages, int32, or NO_OWNER. B includes the scale. `multiply` computes x W^T.
+    `tables` is for kernels. All calls of a step for these tokens pass it, the first one empty.
     """
     is_own_TR = own_ranks(adapter_T, owner_P)
     has_any_T1 = (adapter_T != NO_ADAPTER)[:, None]
