@@ -115,7 +115,8 @@ class Copies(Struct, frozen=True, array_like=True):
     pairs: list[tuple[int, int]]  # (from, to): a page and a host slot, or a host slot and a page
     # Of a load: (key, host slot) of pages to read from the tier below before the copies.
     fetches: list[tuple[bytes, int]] = []
-    # The parts of a recurrent state likewise, and the checkpoint that they are copied to.
+    # The parts of a recurrent state likewise, and the checkpoint that they are copied to. A store
+    # copies them from the checkpoint to the slots.
     state_fetches: list[tuple[bytes, int]] = []
     state_to: int = -1
 
@@ -140,6 +141,7 @@ class Moves(Struct, frozen=True, array_like=True):
     stores: list[Copies]
     loads: list[Copies]
     writes: list[Write] = []
+    removes: list[bytes] = []  # keys of pages that the tier below must not return any more
 
 
 @dataclass(frozen=True, slots=True)

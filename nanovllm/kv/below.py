@@ -20,9 +20,13 @@ class Below(Protocol):
         """Return True if a page can be read. Do not wait."""
         ...
 
-    def state_keys(self, key: Key) -> list[Key]:
+    def keys_of_parts(self, key: Key) -> list[Key]:
         """Return the keys of the parts of the state after a page. Each takes a host slot.
 
-        Return an empty list if the state cannot be read.
+        Return an empty list if the model has no recurrent states.
         """
+        ...
+
+    def state_keys(self, key: Key) -> list[Key]:
+        """Return `keys_of_parts` if the state can be read, otherwise an empty list."""
         ...

@@ -16,6 +16,10 @@ preemption means that no page is free, so its last page is reused at once.
 With a tier of host memory, a checkpoint stays as long as its page is on any tier. Pages are loaded
 only up to a checkpoint. It may be evicted during the load; the request then begins anew.
 
+A disk has pages and states. When a request is released, states after its pages are stored, one at a
+time: from the checkpoint to host slots, and from there to the disk. A load brings pages up to such
+a state, and the state itself. A checkpoint is not changed while it is stored.
+
 Pages of another engine come with the state after the last one, as one load. A prefill engine lends
 both: the state is held in its place, like the pages, until the lease has ended.
 
@@ -39,11 +43,11 @@ from nanovllm.kv.checkpoints import Checkpoints
 from nanovllm.kv.costs import DISK_RATE, HOST_RATE, TransferCosts
 from nanovllm.kv.keys import Key, PageKeys
 from nanovllm.kv.layout import CacheLayout
-from nanovllm.kv.memory import Found, KVMemory, Lent, Texts
+from nanovllm.kv.memory import Found, Holding, KVMemory, Lent, Texts
 from nanovllm.kv.split import host_page_bytes, num_host_pages
 from nanovllm.kv.tiered import TieredMemory
 from nanovllm.kv.tiers import MOST_STORING, HostTier
-from nanovllm.plan import Moved
+from nanovllm.plan import Moved, Moves
 
 EVERY = 4096  # tokens; computing these again takes several times as long as a decode step
 LOOKED_AT = 32  # maximum number of waiting requests that are compared
@@ -83,6 +87,8 @@ class HybridMemory(TieredMemory):
         self._saves: dict[int, int] = {}  # for the next plan: slot by checkpoint
         # Page keys and tokens of states that loads bring, by ticket.
         self._fetches: dict[int, tuple[PageKeys, int]] = {}
+        self._to_store: dict[Key, None] = {}  # pages whose states are not on the disk, in order
+        self._storing: dict[int, int] = {}  # held checkpoints, by the ticket of their store
 
     # -- admission --------------------------------------------------------------------------
 
@@ -127,18 +133,19 @@ class HybridMemory(TieredMemory):
         return Found(pages[: state.num_tokens // size], state.num_tokens, 0, state.id)
 
     def _find_on_tiers(self, keys: PageKeys) -> tuple[Found, list[Key]]:
-        """Return the longest prefix that ends at a checkpoint, here or on another engine."""
+        """Return the longest prefix that ends at a checkpoint, here or on the tier below."""
         found, size = self.find(keys), self.page_tokens
         pages = KVMemory.find(self, keys, copies=False).pages
         below = self.tier.following(keys, len(pages), self._most_shared(keys))
         known = len(pages) + len(below)
         state = self.states.longest(keys, known * size)
         own = 0 if state is None else state.num_tokens // size
-        for end in range(known, own, -1) if self._reads_states else ():
-            num_loads = max(end - len(pages), 0)
-            if self.tier.state_keys(keys.full(end - 1), num_loads):
-                if self.states.may_take(end * size):
-                    return Found(pages[:end], end * size), below[:num_loads]
+        for end in range(known, own, -1) if self.tier.below is not None else ():
+            loads = below[: max(end - len(pages), 0)]
+            if parts := self.tier.state_keys(keys.full(end - 1), len(loads)):
+                spared = end * size - found.num_cached
+                if self.states.may_take(end * size) and self._worthwhile([*loads, *parts], spared):
+                    return Found(pages[:end], end * size), loads
                 break
         if state is None or state.num_tokens <= len(pages) * size:
             return found, []
@@ -146,10 +153,6 @@ class HybridMemory(TieredMemory):
         if not self._worthwhile(loads, state.num_tokens - found.num_cached):
             return found, []
         return Found(pages, state.num_tokens, checkpoint=state.id), loads
-
-    @property
-    def _reads_states(self) -> bool:
-        return self.tier.below is not None and self.tier.below.is_remote
 
     def _state_to_fetch(
         self, found: Found, keys: PageKeys, loads: list[Key]
@@ -169,7 +172,27 @@ class HybridMemory(TieredMemory):
                 self.states.put(load.state_to, keys, num_tokens)
             else:
                 self.states.give_back(load.state_to)
+        if (place := self._storing.pop(moved.ticket, -1)) >= 0:
+            self.states.drop(place)
         return request_id, ok
+
+    # -- states on their way to the disk ------------------------------------------------------
+
+    @property
+    def has_moves(self) -> bool:
+        return super().has_moves or (bool(self._to_store) and self.tier.may_store_state)
+
+    def taken_moves(self) -> Moves | None:
+        while self._to_store and self.tier.may_store_state:
+            key = next(iter(self._to_store))
+            del self._to_store[key]
+            state = self.states.get(key)
+            if state is None or self.tier.has_state(key):
+                continue
+            if ticket := self.tier.start_state_store(key, state.id):
+                self.states.hold(state.id)
+                self._storing[ticket] = state.id
+        return super().taken_moves()
 
     def arrived(self, request_id: int) -> Found | None:
         found, keys = super().arrived(request_id), self._holdings[request_id].keys
@@ -300,6 +323,16 @@ class HybridMemory(TieredMemory):
         for state in list(self.states.along(keys, len(keys.tokens))):
             if state.num_tokens > start:
                 self.states.remove(state)
+
+    def _note_checked(self, holding: Holding) -> None:
+        super()._note_checked(holding)
+        if self.tier.disk is None:
+            return
+        for state in self.states.along(holding.keys, holding.num_named * self.page_tokens):
+            if not self.tier.has_state(state.key):
+                self._to_store[state.key] = None
+        while len(self._to_store) > self.states.count:
+            del self._to_store[next(iter(self._to_store))]
 
     def release(self, request_id: int) -> None:
         super().release(request_id)

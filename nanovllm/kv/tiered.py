@@ -182,10 +182,14 @@ class TieredMemory(KVMemory):
             self.tier.touch(reversed(holding.keys.computed[: holding.num_named]))
             if request_id in self._checked:
                 self._checked.remove(request_id)
-                self.tier.note_checked(holding.keys.computed[: holding.num_named])
+                self._note_checked(holding)
         if quarantined := self.tier.abandon(request_id):
             holding.pages = [page for page in holding.pages if page not in quarantined]
         super().release(request_id)
+
+    def _note_checked(self, holding: Holding) -> None:
+        """Let a request's pages go to the tier below. All their tokens were checked."""
+        self.tier.note_checked(holding.keys.computed[: holding.num_named])
 
     def check(self) -> None:
         super().check()

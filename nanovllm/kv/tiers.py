@@ -29,35 +29,21 @@ checked, and a page below may outlive the engine. Writes are dropped if too many
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+
+from msgspec.structs import replace
 
 from nanovllm.kv.below import Below
 from nanovllm.kv.costs import TransferCosts
 from nanovllm.kv.keys import Key, PageKeys
 from nanovllm.kv.page_moves import PageLoad, PageStore
+from nanovllm.kv.page_writes import PageWrites
+from nanovllm.kv.store_queue import StoreQueue
+from nanovllm.kv.tier_counts import named
 from nanovllm.plan import Copies, Moved, Moves, Write
 
 MOST_STORING = 64  # pages in stores that have not ended; they cannot be evicted from the device
-MOST_WRITING = 16  # pages in writes to the tier below that have not ended
-COUNTERS = (
-    "asked_tokens",
-    "gpu.hit_tokens",
-    "host.hit_tokens",
-    "host.stored",
-    "host.loaded",
-    "host.dropped",
-    "host.evicted",
-    "host.failed",
-    "host.declined",
-    "host.store_bytes",
-    "host.load_bytes",
-    "disk.hit_tokens",
-    "disk.stored",
-    "disk.loaded",
-    "disk.dropped",
-    "disk.failed",
-)  # of wire.Stats.tiers
 
 
 class HostTier:
@@ -80,26 +66,23 @@ class HostTier:
         self.num_slots = num_slots
         self.page_bytes = page_bytes
         self.costs = costs or TransferCosts()
-        self.most_queued = most_queued
         self.most_storing = most_storing
         self.below = below
         self.forget: Callable[[Key], None] = lambda _: None
         self.loads: dict[int, PageLoad] = {}
         self.stores: dict[int, PageStore] = {}
-        self._writes: dict[int, tuple[Key, int]] = {}  # key and slot, by ticket
-        self._to_write: dict[Key, None] = {}  # in order
-        self._checked: set[Key] = set()  # to be written once their store has ended
         self._kept: OrderedDict[Key, int] = OrderedDict()  # least recently used first
         self._free = list(range(num_slots))[::-1]
         self._readers: Counter[int] = Counter()  # loads and writes by slot
         self._orphans: set[int] = set()
         self._storing: dict[Key, PageStore] = {}
         self._unverified: set[Key] = set()  # keys whose content may contain NaN
-        self._fresh: list[tuple[Key, int]] = []  # filled by the plan under construction
-        self._queue: deque[tuple[Key, int]] = deque()  # filled by issued plans
+        self._parts: set[Key] = set()  # of a state on its way to the disk
         self._ticket = 0
         self._moves = Moves([], [], [], [])
         self.counts: Counter[str] = Counter()  # the names are those of wire.Stats.tiers
+        self._queue = StoreQueue(most_queued, self.counts)
+        self._writes = PageWrites(most_queued, self.counts)
         self.seconds = {"store": 0.0, "load": 0.0}
 
     # -- lookup -----------------------------------------------------------------------------
@@ -138,10 +121,19 @@ class HostTier:
         and `num_pages` that are loaded with it.
         """
         parts = [] if self.below is None else self.below.state_keys(end)
+        if any(map(self._writes.is_removed, parts)):
+            return []
         return parts if len(parts) + num_pages <= self._num_blank() else []
 
     def _is_below(self, key: Key) -> bool:
-        return self.below is not None and key not in self._storing and self.below.holds(key)
+        if self.below is None or key in self._storing or self._writes.is_removed(key):
+            return False
+        return self.below.holds(key)
+
+    @property
+    def disk(self) -> Below | None:
+        """The tier below, if pages are written to it."""
+        return None if self.below is None or self.below.is_remote else self.below
 
     def num_fetched(self, keys: Iterable[Key]) -> int:
         """Return the number of pages that are not kept in host memory."""
@@ -183,45 +175,25 @@ class HostTier:
     # -- stores -----------------------------------------------------------------------------
 
     def note(self, key: Key, page: int, *, is_issued: bool) -> None:
-        """Queue a registered page for a store. Drop the oldest of too many.
+        """Queue a registered page for a store; see StoreQueue.note."""
+        if self.num_slots and self._is_needed(key):
+            self._queue.note(key, page, is_issued=is_issued)
 
-        `is_issued`: the plan that fills it has been issued, and is not the one under construction.
-        """
-        if key in self._kept or key in self._storing or not self.num_slots:
-            return
-        if not is_issued:
-            self._fresh.append((key, page))
-            return
-        if len(self._queue) >= self.most_queued:
-            self._queue.popleft()
-            self.counts["host.dropped"] += 1
-        self._queue.append((key, page))
+    def _is_needed(self, key: Key) -> bool:
+        return key not in self._kept and key not in self._storing
 
     @property
     def has_queued(self) -> bool:
         """Return True if a store or a write may start with the next plan."""
-        may_store = bool(self._queue or self._fresh) and self._room() > 0
-        return may_store or (bool(self._to_write) and len(self._writes) < MOST_WRITING)
+        may_store = len(self._queue) > 0 and self._room() > 0
+        return may_store or self._writes.has_queued
 
     def _room(self) -> int:
         return self.most_storing - sum(len(store.pages) for store in self.stores.values())
 
     def taken_candidates(self) -> dict[Key, int]:
-        """Remove and return queued pages whose stores may start now. Then queue the fresh ones.
-
-        The pages that the present plan fills come later, since it has not been launched. They may
-        also be in the queue, if they had the same text before.
-        """
-        found: dict[Key, int] = {}
-        room, unfilled = self._room(), {key for key, _ in self._fresh}
-        while self._queue and len(found) < room:
-            key, page = self._queue.popleft()
-            if key not in self._kept and key not in self._storing and key not in unfilled:
-                found[key] = page
-        fresh, self._fresh = self._fresh, []
-        for key, page in fresh:
-            self.note(key, page, is_issued=True)
-        return found
+        """Remove and return queued pages whose stores may start now."""
+        return self._queue.taken(self._room(), self._is_needed)
 
     def start_store(self, pages: dict[Key, int], unverified: set[int]) -> list[int]:
         """Start a store of registered pages. Return those that have got a slot.
@@ -246,6 +218,39 @@ class HostTier:
             self._moves.stores.append(Copies(self._ticket, pairs))
         return store.pages
 
+    def has_state(self, key: Key) -> bool:
+        """Return True if the state after a page is on the disk, or on its way there."""
+        assert self.disk is not None
+        parts = self.disk.keys_of_parts(key)
+        return parts[0] in self._storing or parts[0] in self._kept or self._is_below(parts[0])
+
+    @property
+    def may_store_state(self) -> bool:
+        """Return True if no other state is being stored or written."""
+        return not self._parts
+
+    def start_state_store(self, key: Key, checkpoint: int) -> int:
+        """Start to store the checkpoint after a page, and then to write it to the disk.
+
+        Return the ticket of the store, or 0 if there are too few slots. The caller holds the
+        checkpoint until the store ends.
+        """
+        assert self.disk is not None
+        parts = self.disk.keys_of_parts(key)
+        if len(parts) > self._num_blank():
+            self.counts["disk.dropped"] += len(parts)
+            return 0
+        store = PageStore(keys=parts, pages=[], slots=[self._blank_slot() for _ in parts])
+        self._storing |= dict.fromkeys(parts, store)
+        self._parts.update(parts)
+        self._writes.note_checked(parts, ())
+        self._ticket += 1
+        self.stores[self._ticket] = store
+        pairs = list(zip(parts, store.slots, strict=True))
+        copies = Copies(self._ticket, [], state_fetches=pairs, state_to=checkpoint)
+        self._moves.stores.append(copies)
+        return self._ticket
+
     def _blank_slot(self) -> int:
         """Return a slot without content, or -1. If none is free, evict the least recently used."""
         if self._free:
@@ -265,13 +270,13 @@ class HostTier:
             if ok and key not in store.void and key not in self._kept:
                 self._kept[key] = slot
                 self.counts["host.stored"] += 1
-                if key in self._checked:
+                if self._writes.is_checked(key):
                     self._queue_write(key)
             else:
                 self._free.append(slot)
+                self._parts.discard(key)
                 if key not in self._kept:
                     self._unverified.discard(key)
-            self._checked.discard(key)
         self._moves.ended.append(ticket)
         return store.pages
 
@@ -363,8 +368,11 @@ class HostTier:
     def measured(self, moved: Moved, num_pages: int, *, is_load: bool) -> None:
         """Count the bytes and the time of a transfer."""
         kind = "load" if is_load else "store"
-        if moved.fetch_s and (num_fetched := len(self.loads[moved.ticket].fetched)):
-            self.costs.fetched(num_fetched, moved.fetch_s)
+        if is_load:
+            load = self.loads[moved.ticket]
+            num_pages += len(load.state)
+            if num_fetched := (len(load.fetched) + len(load.state)) * (moved.fetch_s > 0):
+                self.costs.fetched(num_fetched, moved.fetch_s)
         self.counts[f"host.{kind}_bytes"] += moved.num_bytes
         self.seconds[kind] += moved.seconds
         if is_load and moved.ok and num_pages:
@@ -374,44 +382,38 @@ class HostTier:
 
     def note_checked(self, keys: Iterable[Key]) -> None:
         """Queue pages for a write whose tokens have all been checked."""
-        if self.below is None or self.below.is_remote:
+        if self.disk is None:
             return
-        if len(self._checked) > self.most_queued:
-            self._checked.clear()  # most are of pages whose stores were dropped
-        for key in keys:
-            if key in self._kept:
-                self._queue_write(key)
-            else:
-                self._checked.add(key)
+        for key in self._writes.note_checked(keys, self._kept):
+            self._queue_write(key)
 
     def _queue_write(self, key: Key) -> None:
-        is_written = any(key == other for other, _ in self._writes.values())
-        if key in self._unverified or is_written or self._is_below(key):
-            return
-        self._to_write[key] = None
-        if len(self._to_write) > self.most_queued:
-            del self._to_write[next(iter(self._to_write))]
-            self.counts["disk.dropped"] += 1
+        unneeded: Key | None = key
+        is_known = self._writes.is_running(key) or self._is_below(key)
+        if key not in self._unverified and not is_known:
+            unneeded = self._writes.queue(key)
+        if unneeded in self._parts:
+            self._remove(unneeded)
 
     def start_writes(self) -> None:
         """Start queued writes. Their slots are read until they end."""
-        while self._to_write and len(self._writes) < MOST_WRITING:
-            key = next(iter(self._to_write))
-            del self._to_write[key]
+        while (key := self._writes.next()) is not None:
             if (slot := self._kept.get(key, -1)) < 0 or key in self._unverified:
                 continue
             self._ticket += 1
             self._readers[slot] += 1
-            self._writes[self._ticket] = key, slot
-            self._moves.writes.append(Write(self._ticket, slot, key))
+            write = Write(self._ticket, slot, key)
+            self._writes.start(write)
+            self._moves.writes.append(write)
 
     def end_write(self, ticket: int, *, ok: bool) -> bool:
         """End a write. Return False if the ticket is not that of a write."""
-        if ticket not in self._writes:
+        if (write := self._writes.end(ticket, ok=ok)) is None:
             return False
-        self._end_read(self._writes.pop(ticket)[1])
+        self._end_read(write.slot)
         self._moves.ended.append(ticket)
-        self.counts["disk.stored" if ok else "disk.dropped"] += 1
+        if write.key in self._parts:  # the checkpoint is kept on the device
+            self._remove(write.key)
         return True
 
     # -- content ----------------------------------------------------------------------------
@@ -425,7 +427,13 @@ class HostTier:
         return key in self._unverified
 
     def invalidate(self, key: Key) -> None:
-        """Remove the content under a key, also from transfers in progress."""
+        """Remove a page and its state, also from transfers in progress and the disk."""
+        parts = [] if self.disk is None else self.disk.keys_of_parts(key)
+        for one in (key, *parts):
+            self._invalidate(one)
+
+    def _invalidate(self, key: Key) -> None:
+        self._writes.remove(key, is_below=self.disk is not None and self.disk.holds(key))
         if (store := self._storing.get(key)) is not None:
             store.void.add(key)
         for load in self.loads.values():
@@ -436,7 +444,8 @@ class HostTier:
     def _remove(self, key: Key) -> None:
         slot = self._kept.pop(key)
         self._unverified.discard(key)
-        self._to_write.pop(key, None)
+        self._parts.discard(key)
+        self._writes.forget(key)
         if slot in self._readers:
             self._orphans.add(slot)
         else:
@@ -452,35 +461,31 @@ class HostTier:
 
     def taken_moves(self) -> Moves | None:
         """Return the transfers that start, and those that have ended, since the last call."""
-        moves = self._moves
-        if not (moves.ended or moves.stores or moves.loads or moves.writes):
+        moves, removes = self._moves, self._writes.taken_removes()
+        if not (moves.ended or moves.stores or moves.loads or moves.writes or removes):
             return None
         self._moves = Moves([], [], [], [])
-        return moves
+        return replace(moves, removes=removes)
 
     def stats(self) -> dict[str, float]:
         """Return wire.Stats.tiers without the number of arriving requests."""
-        names = [name for name in COUNTERS if self.below or not name.startswith("disk.")]
-        found: dict[str, float] = dict.fromkeys(names, 0.0)
-        found |= self.counts
-        if self.below is not None and self.below.is_remote:
-            found = {name.replace("disk.", "peer."): value for name, value in found.items()}
-        return {
-            **found,
+        found = {
+            **self.counts,
             "host.pages": self.num_slots,
             "host.pages_used": self.num_slots - len(self._free),
             "host.page_bytes": self.page_bytes,
-            "host.queued": len(self._queue) + len(self._fresh),
+            "host.queued": len(self._queue),
             "host.loading": sum(len(load.pages) for load in self.loads.values()),
             "host.store_s": self.seconds["store"],
             "host.load_s": self.seconds["load"],
         }
+        return named(found, self.below)
 
     def check(self) -> None:
         stored = [slot for store in self.stores.values() for slot in store.slots]
         fetched = [slot for load in self.loads.values() for slot in load.fetched.values()]
         loaded = [slot for load in self.loads.values() for slot in load.slots]
-        reading = Counter(slot for _, slot in self._writes.values())
+        reading = Counter(self._writes.slots)
         reading += Counter(loaded) - Counter(fetched)
         assert reading == self._readers and self._orphans <= set(reading)
         parts = [slot for load in self.loads.values() for slot in load.state.values()]

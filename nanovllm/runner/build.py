@@ -242,7 +242,7 @@ def add_tiers(runner: Runner, config: Config, found: Resolved) -> None:
     """Allocate pages in host memory, and open the disk or connect to peers, by the recipe."""
     if count := num_host_pages(found.recipe.cache, found.layout, found.page_tokens):
         pages = HostPages(runner.caches, count, runner.states.saved_NX)
-        open_below = remote_of(config, found, pages) or disk_of(config, found)
+        open_below = remote_of(config, found, pages) or disk_of(config, found, pages.state_parts)
         runner.mover = Mover(pages, open_below)
 
 

@@ -20,21 +20,21 @@ from nanovllm.runner.resolved import Resolved
 OpenDisk: TypeAlias = "Callable[[Callable[[], None]], DiskStore]"
 
 
-def disk_of(config: Config, found: Resolved) -> OpenDisk | None:
+def disk_of(config: Config, found: Resolved, state_parts: int) -> OpenDisk | None:
     """Return a function that opens the store of `cache.disk`, or None without it.
 
-    Raise ConfigError for several ranks, or for a model with recurrent states.
+    `state_parts`: number of parts of a checkpoint of recurrent states, each as long as a page.
+    Raise ConfigError for several ranks.
     """
     asked = found.recipe.cache.disk
     if asked is None:
         return None
     if found.mesh.size > 1:
         raise ConfigError("cache.disk needs parallel.tp and ep of 1; drop one of them")
-    if found.layout.state is not None:
-        raise ConfigError("cache.disk has no place for the model's recurrent states; drop it")
     limits = DiskLimits(
         payload_bytes=host_page_bytes(found.layout, found.page_tokens),
         cap_bytes=int(asked.gib * 2**30),
+        state_parts=state_parts,
     )
     return partial(DiskStore, Path(asked.path).expanduser(), owner_of(config, found), limits)
 

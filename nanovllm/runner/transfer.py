@@ -121,8 +121,8 @@ class Mover:
         self._moved: list[Moved] = []  # transfers that ended without a copy
         self._fetch_s: dict[int, float] = {}  # of loads, by ticket
         self._on_gpu = host.device.type == "cuda"
-        to = host.device, host.page_bytes
-        self._stores, self._loads = CopyStream(self._store, *to), CopyStream(self._load, *to)
+        self._stores = CopyStream(self._store, host.device, host.page_bytes)
+        self._loads = CopyStream(self._load, host.device, host.page_bytes)
         self._started: dict[int, StartedCopies] = {}  # by ticket, until Moves.ended
 
     @torch.inference_mode()
@@ -139,6 +139,9 @@ class Mover:
                 self._fetch(copies)
             else:
                 self._start(self._loads, copies, issued)
+        for key in moves.removes:
+            assert isinstance(self.disk, DiskStore)
+            self.disk.remove(key)
         for write in moves.writes:
             self._write(write)
 
@@ -157,27 +160,30 @@ class Mover:
         self._started[copies.ticket] = direction.start(copies, num_bytes, issued)
 
     def _store(self, copies: Copies, nth: int, staging: Tensor | None) -> None:
-        page, slot = copies.pairs[nth]
+        """Copy a page, or a part of a state, to host memory. A part's slot ends with zeros."""
+        nth_part = nth - len(copies.pairs)
+        slot = copies.state_fetches[nth_part][1] if nth_part >= 0 else copies.pairs[nth][1]
         row = self.host.row(slot)
         staged = row if staging is None else staging
-        for own, part in self.host.parts(staged, page):
-            own.copy_(part)
+        if nth_part >= 0:
+            source = self.host.state_part(copies.state_to, nth_part)
+            staged[: len(source)].copy_(source, non_blocking=True)
+            staged[len(source) :].zero_()
+        else:
+            for own, part in self.host.parts(staged, copies.pairs[nth][0]):
+                own.copy_(part)
         if staged is not row:
             row.copy_(staged, non_blocking=True)
 
     def _load(self, copies: Copies, nth: int, staging: Tensor | None) -> None:
-        """Copy a page, or a part of a state: these come after all pages.
-
-        Copies to checkpoints in host memory also go by the stream.
-        """
-        is_state = nth >= len(copies.pairs)
+        """Copy a page, or a part of a state, from host memory."""
         nth_part = nth - len(copies.pairs)
-        slot = copies.state_fetches[nth_part][1] if is_state else copies.pairs[nth][0]
+        slot = copies.state_fetches[nth_part][1] if nth_part >= 0 else copies.pairs[nth][0]
         row = self.host.row(slot)
         staged = row if staging is None else staging
         if staged is not row:
             staged.copy_(row, non_blocking=True)
-        if is_state:
+        if nth_part >= 0:  # the checkpoint may be in host memory, and also goes by the stream
             target = self.host.state_part(copies.state_to, nth_part)
             target.copy_(staged[: len(target)], non_blocking=True)
             return

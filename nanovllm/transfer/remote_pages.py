@@ -85,7 +85,7 @@ class RemotePages:
             self._warn(request_id, "text", "its ticket is for another prompt or cache_salt")
             return
         keys = [key_of(place) for place in range(count)]
-        offer = Offer(request_id, ticket, [*keys, *self._keys_of_parts(keys[-1])])
+        offer = Offer(request_id, ticket, [*keys, *self.keys_of_parts(keys[-1])])
         self._offers[request_id] = offer
         for place, key in enumerate(offer.keys):
             self._where.setdefault(key, {})[offer] = place
@@ -111,10 +111,11 @@ class RemotePages:
         return any(not offer.is_read for offer in self._where.get(key, ()))
 
     def state_keys(self, key: Key) -> list[Key]:
-        """Return the keys of the parts of the state after a page, if a ticket ends there."""
-        return self._keys_of_parts(key) if self.holds(part_key(key, 0)) else []
+        """Return `keys_of_parts` if a ticket ends at the page."""
+        return self.keys_of_parts(key) if self.holds(part_key(key, 0)) else []
 
-    def _keys_of_parts(self, key: Key) -> list[Key]:
+    def keys_of_parts(self, key: Key) -> list[Key]:
+        """Return the keys of the parts of the state after a page."""
         return [part_key(key, part) for part in range(self._limits.state_parts)]
 
     def read_all(self, pages: Sequence[tuple[Key, memoryview]]) -> list[int]:

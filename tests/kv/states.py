@@ -8,7 +8,10 @@ from nanovllm.kv.hybrid import HybridMemory
 
 def check_memory(memory: HybridMemory) -> None:
     assert not memory._unpublished and set(memory._texts) == set(memory._holdings)
-    check_states(memory.states, sum(text.place >= 0 for text in memory._texts.values()))
+    check_states(
+        memory.states,
+        sum(text.place >= 0 for text in memory._texts.values()) + len(memory._fetches),
+    )
     assert all(key in memory._page_of or key in memory.tier for key in memory.states._of), (
         "a state without its page"
     )
@@ -16,6 +19,7 @@ def check_memory(memory: HybridMemory) -> None:
 
 def check_states(states: Checkpoints, num_taken: int = 0) -> None:
     """Check the checkpoints. `num_taken` places are reserved and not used yet."""
+    num_taken += len(states._orphans)
     assert len(states._blank) + len(states._of) + num_taken == states.count, "a place is lost"
     kept = [one for one in states._by_id if one is not None]
     assert len(kept) == len(states._of) == states.sizes["kept"]

@@ -28,6 +28,7 @@ TIERED, TIERS, LOOP = (
     "nanovllm/kv/tiers.py",
     "nanovllm/engine/loop.py",
 )
+WRITES, QUEUED = "nanovllm/kv/page_writes.py", "nanovllm/kv/store_queue.py"
 BATCH, DRAFTER = "nanovllm/runner/batch.py", "nanovllm/spec/model_drafter.py"
 
 MUTANTS = [
@@ -215,7 +216,7 @@ MUTANTS = [
     Mutant("pages of a preempted load are given away", TIERED, "if page not in quarantined]", "if page]", "test_an_arriving_request_is_preempted_and_its_pages_are_not_given_away"),
     Mutant("an arriving request is planned", QUEUE, "                if request.state is State.PREFILLING:\n                    self._feed(request, plan)", "                self._feed(request, plan)", "test_an_arriving_request_is_not_planned_and_delays_no_other"),
     Mutant("stored before the plan that fills it", TIERED, "holding.pages[i], is_issued=False)", "holding.pages[i], is_issued=True)", "test_an_evicted_prompt_comes_back"),
-    Mutant("stored before the plan that fills it again", TIERS, " and key not in unfilled:", ":", "test_a_page_with_its_former_text_is_stored_after_it_is_filled"),
+    Mutant("stored before the plan that fills it again", QUEUED, " and key not in unfilled:", ":", "test_a_page_with_its_former_text_is_stored_after_it_is_filled"),
     Mutant("a slot is found before its store has ended", TIERS, "            self._storing[key] = store\n", "            self._storing[key] = store\n            self._kept[key] = slot\n", "test_an_evicted_prompt_comes_back"),
     Mutant("a page is evicted during its store", TIERED, "            self.pool.hold(page)\n", "            pass\n", "test_an_evicted_prompt_comes_back"),
     Mutant("another page than the named one is stored", TIERED, "if self._page_of.get(key) == page}", "if page}", "test_a_page_that_was_evicted_before_its_store_is_not_stored"),
@@ -238,6 +239,8 @@ MUTANTS = [
     Mutant("a state outlives its page on all tiers", HYBRID, "if key not in self._page_of and (state := self.states.get(key)) is not None:", "if False and (state := self.states.get(key)):", "test_a_state_leaves_with_the_last_copy_of_its_page"),
     Mutant("a blocked loop spins", LOOP, "        return self.scheduler.num_moving > 0 or bool(self.scheduler.request_ids())\n", "        return False\n", "test_the_loop_is_blocked_while_only_transfers_are_left"),
     Mutant("pages that nobody checked go to disk", TIERED, "            if request_id in self._checked:\n                self._checked.remove(request_id)\n", "            if True:\n", "test_an_aborted_request_does_not_vouch_for_pages_of_another"),
+    Mutant("pages of a corrupted request stay on disk", WRITES, "        if is_below or self.is_running(key):\n", "        if self.is_running(key):\n", "test_pages_of_a_corrupted_request_leave_the_disk"),
+    Mutant("a write in progress puts corrupted pages on disk", WRITES, "        if is_below or self.is_running(key):\n", "        if is_below:\n", "test_pages_of_a_corrupted_request_leave_the_disk"),
     Mutant("a fetch takes a slot of its own load", TIERS, "            room -= 1  # a kept", "            room -= 0  # a kept", "test_a_fetch_takes_no_slot_of_its_own_load"),
     Mutant("a failed fetch leaves its slot with content", TIERS, "if ok and not load.is_void and key not in self._kept and key not in self._storing:", "if key not in self._kept:", "test_a_page_that_cannot_be_read_is_computed"),
     Mutant("device: copies nothing", PAPER, "            self.memory[dst] = self.memory[src].copy()\n", "            pass\n", "test_no_page_of_a_corrupted_request_is_found_again"),

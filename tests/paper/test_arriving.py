@@ -24,7 +24,7 @@ A, B = (
 
 def small_caches(rng: Random) -> dict[str, Any]:
     sizes, page = sizes_of_engines(rng), rng.choice([1, 2, 3])
-    disk = rng.choice([False, True]) and sizes["checkpoints"] is None
+    disk = rng.choice([False, True])
     return sizes | dict(
         page=page,
         num_pages=rng.randint(20, 36) // page,
@@ -380,73 +380,6 @@ def test_loads_in_progress_count() -> None:
     engine.step()
     assert states(engine)[0] is State.ARRIVING and states(engine)[1] is not State.ARRIVING
     assert tiers(engine)["host.declined"] > 0
-
-
-def test_pages_come_back_from_disk() -> None:
-    engine = engine_of(disk=True, host=9)
-    engine.say(generate(9, [9] * 27, 1))  # with B, it leaves little of A in host memory
-    engine.finish_all()
-    assert len(engine.transfers.disk) >= 7 + 7 + 6
-    for name in range(2):
-        engine.say(generate(name, A, 3))
-        engine.finish_all()
-        assert engine.cached[name] >= 24 and right(engine, name, A, 3)
-    assert tiers(engine)["disk.hit_tokens"] == 4 * tiers(engine)["disk.loaded"] > 0
-    assert tiers(engine)["disk.loaded"] + tiers(engine)["host.loaded"] <= 6  # the rest is found
-
-
-def test_a_fetch_takes_no_slot_of_its_own_load() -> None:
-    engine = engine_of(disk=True, host=5, polls=4)
-    engine.say(generate(9, [9] * 27, 1))
-    engine.finish_all()
-    for name, text in enumerate((A, B, [9] * 27, A)):
-        engine.say(generate(name, text, 1))
-        engine.finish_all()
-        assert right(engine, name, text, 1)
-    assert tiers(engine)["disk.loaded"] >= 8
-
-
-def test_a_page_that_cannot_be_read_is_computed() -> None:
-    engine = engine_of(disk=True, host=9, fail_every=1)
-    engine.say(generate(9, [9] * 27, 1))
-    engine.finish_all()
-    for name, text in enumerate((A, [7] * 27, A)):
-        engine.say(generate(name, text, 3))
-        engine.finish_all()
-        assert right(engine, name, text, 3)
-        assert tiers(engine)["disk.failed"] == 1
-        engine.transfers.fail_every = 0
-    assert engine.cached[0] < 24 <= engine.cached[2]
-
-
-def test_pages_reach_the_disk_after_a_token_of_their_request_was_checked() -> None:
-    engine = PaperEngine(num_pages=9, num_slots=2, budget=8, host=40, disk=True, depth=0)
-    engine.say(generate(0, A, 2))
-    engine.step()
-    engine.step()
-    engine.say(Abort(0))
-    engine.finish_all()
-    assert tiers(engine)["host.stored"] == 4 and not engine.transfers.disk
-    engine.say(generate(1, [*A, POISON], 2))
-    engine.finish_all()
-    assert engine.finish[1] == FinishReason.ERROR and not engine.transfers.disk
-    engine.say(generate(2, B, 2))
-    engine.finish_all()
-    assert tiers(engine)["disk.stored"] == len(engine.transfers.disk) == 7
-
-
-def test_an_aborted_request_does_not_vouch_for_pages_of_another() -> None:
-    """It is aborted before it has a token, and the result of the other one comes later."""
-    engine = PaperEngine(num_pages=30, num_slots=2, budget=20, host=40, disk=True)
-    engine.transfers.polls = 0
-    engine.say(generate(0, [*A, POISON], 2))
-    engine.say(generate(1, A[:20] + [9] * 20, 2))
-    engine.step()
-    engine.step()
-    assert engine.cached == {0: 0, 1: 20}
-    engine.say(Abort(1))
-    engine.finish_all()
-    assert engine.finish[0] == FinishReason.ERROR and not engine.transfers.disk
 
 
 def test_a_thousand_aborts_amid_loads_leave_nothing() -> None:

@@ -45,6 +45,9 @@ class Transfer:
     content: list[list[int]]  # of the sources, at the start
     polls: int  # until its end
     fetches: tuple[tuple[bytes, int], ...] = ()  # of a load: keys on disk, and slots
+    parts: tuple[tuple[bytes, int], ...] = ()  # of a state: keys, and slots
+    checkpoint: int = -1
+    state: int = 0  # its value, or the one that it gets
 
 
 class PaperTransfers:
@@ -54,12 +57,15 @@ class PaperTransfers:
 
     def __init__(self, layers: list[Any], tiers: PaperTiers) -> None:
         self.memories = [each.memory for each in layers if each is not None]
+        self.saved: list[int] = layers[0].checkpoints  # recurrent states
+        self.recurrent: bool = layers[0].recurrent
         self.rng = Random(tiers.transfers)
         self.most_polls = tiers.most_polls
         self.fail_every = tiers.fail_every
         self.slots: dict[int, list[list[int]]] = {}  # content of each layer
         self.disk: dict[bytes, list[list[int]]] = {}
         self.running: list[Transfer] = []
+        self.unwanted: set[int] = set()  # tickets of writes whose pages were removed meanwhile
         self.reported: set[int] = set()  # and not yet in Moves.ended
         self.num_loads = 0  # that have ended
         self.polls: int | None = None  # of all later transfers, if it is not random
@@ -70,6 +76,11 @@ class PaperTransfers:
         for copies in moves.stores:
             sources = [page for page, _ in copies.pairs]
             self._start("store", copies, [self._cells(page) for page in sources])
+            self.running[-1].state = self.saved[copies.state_to] if copies.state_fetches else 0
+        for key in moves.removes:
+            self.disk.pop(key, None)
+            writes = [one for one in self.running if one.kind == "write"]
+            self.unwanted |= {one.ticket for one in writes if one.fetches[0][0] == key}
         for write in moves.writes:
             copies = Copies(write.ticket, [(write.slot, -write.slot)])
             self._start("write", copies, [self.slots[write.slot]], ((write.key, write.slot),))
@@ -77,6 +88,10 @@ class PaperTransfers:
             fetched = {slot: self.disk[key] for key, slot in copies.fetches}
             content = [fetched.get(slot) or self.slots[slot] for slot, _ in copies.pairs]
             self._start("load", copies, content, tuple(copies.fetches))
+            if copies.state_fetches:
+                read = {self.disk[key][0][0] for key, _ in copies.state_fetches}
+                (self.running[-1].state,) = read
+                self.saved[copies.state_to] = BUSY
             for _, page in copies.pairs:
                 self._write(page, [[BUSY] * len(cells) for cells in self._cells(page)])
 
@@ -84,8 +99,13 @@ class PaperTransfers:
         """Part of the interface of a tier below host memory."""
         return key in self.disk
 
+    def keys_of_parts(self, key: bytes) -> list[bytes]:
+        """Return the keys of two parts of the state after a page, if there are states."""
+        return [b"part %d " % part + key for part in range(2)] if self.recurrent else []
+
     def state_keys(self, key: bytes) -> list[bytes]:
-        return []
+        parts = self.keys_of_parts(key)
+        return parts if all(map(self.holds, parts)) else []
 
     def _start(
         self,
@@ -102,7 +122,9 @@ class PaperTransfers:
             busy = {slot for _, slot in other.fetches}
             assert not busy & {slot for _, slot in fetches}, "a slot is fetched to twice"
         polls = self.rng.randint(0, self.most_polls) if self.polls is None else self.polls
-        self.running.append(Transfer(copies.ticket, kind, copies.pairs, content, polls, fetches))
+        made = Transfer(copies.ticket, kind, copies.pairs, content, polls, fetches)
+        made.parts, made.checkpoint = tuple(copies.state_fetches), copies.state_to
+        self.running.append(made)
 
     def _cells(self, page: int) -> list[list[int]]:
         return [memory[page].copy() for memory in self.memories]
@@ -125,14 +147,21 @@ class PaperTransfers:
             for (page, slot), content in zip(one.pairs, one.content, strict=True):
                 assert self.memories[0][page] == content[0], "written to during a store"
                 self.slots[slot] = content
+            for part, (_, slot) in enumerate(one.parts):
+                assert self.saved[one.checkpoint] == one.state, "written to during a store"
+                self.slots[slot] = [[one.state, part]]
             return Moved(one.ticket)
         if one.kind == "write":
             ((key, slot),) = one.fetches
             assert self.slots[slot] == one.content[0], "a slot was replaced during a write"
-            self.disk[key] = one.content[0]
+            if one.ticket not in self.unwanted:
+                self.disk[key] = one.content[0]
             return Moved(one.ticket)
         self.num_loads += 1
         ok = not self.fail_every or self.num_loads % self.fail_every > 0
+        if one.parts:
+            assert self.saved[one.checkpoint] == BUSY, "written to during a load"
+            self.saved[one.checkpoint] = one.state if ok else NAN
         for _, slot in one.fetches:
             self.slots.pop(slot, None)
         for (slot, page), content in zip(one.pairs, one.content, strict=True):

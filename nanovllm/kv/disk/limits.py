@@ -13,10 +13,10 @@ class DiskLimits(Struct, frozen=True, kw_only=True):
 
     payload_bytes: int  # largest payload of a page
     cap_bytes: int
+    state_parts: int = 0  # of `payload_bytes` each, of the recurrent states after a page
     read_threads: int = 4
     write_threads: int = 2
-    max_reads: int = 4096  # queued
-    max_writes: int = 256
+    max_writes: int = 256  # queued; reads are bounded by the host slots that they fill
     slow_s: float = 2.0  # a single read or write of this duration means that the disk hangs
     retry_s: float = 30.0  # time between trials of a disk that is not used
     quiet_s: float = 600.0  # time without a fault after which it is logged again

@@ -82,8 +82,8 @@ class DiskStore:
         self._index = PageIndex(limits.cap_bytes)
         self._folder = PageFolder(path)
         self._health = Health(f"cache.disk {path}", limits.retry_s, limits.quiet_s)
-        most: dict[Direction, int] = {"read": limits.max_reads, "write": limits.max_writes}
-        self._transfers = Transfers(most, wake)
+        self._transfers = Transfers(limits.max_writes, wake)
+        self._unwanted: dict[str, bytes] = {}  # names of files to remove, with their keys
         self._closing = threading.Event()
         self._changed = threading.Event()  # a file was written: scan a shard
         self._next_shard = 0  # to scan
@@ -101,11 +101,27 @@ class DiskStore:
 
     def holds(self, key: bytes) -> bool:
         """Return True if the page is on the disk, as far as the index shows. No I/O."""
-        return self._health.can_read and self.owner.name(key) in self._index
+        name = self.owner.name(key)
+        return self._health.can_read and name in self._index and name not in self._unwanted
+
+    def remove(self, key: bytes) -> None:
+        """Make a page a miss at once, and remove its file in the background.
+
+        This includes a write of it that has not ended.
+        """
+        self._unwanted[self.owner.name(key)] = key
+        self._changed.set()
+
+    def keys_of_parts(self, key: bytes) -> list[bytes]:
+        """Return the keys of the parts of the state after a page. Each is stored like a page."""
+        return [b"state %d " % part + key for part in range(self.limits.state_parts)]
 
     def state_keys(self, key: bytes) -> list[bytes]:
-        """Return an empty list: states are not stored."""
-        return []
+        """Return `keys_of_parts` if all of them are on the disk, otherwise an empty list."""
+        if not self.limits.state_parts or not self.holds(b"state 0 " + key):
+            return []
+        parts = self.keys_of_parts(key)
+        return parts if all(map(self.holds, parts)) else []
 
     def read_all(self, pages: Sequence[tuple[bytes, Buffer]]) -> list[int]:
         """Queue a load of each page; see read(). Return their tickets."""
@@ -119,6 +135,9 @@ class DiskStore:
         """
         view = memoryview(buffer).cast("B")
         name = self.owner.name(key)
+        if name in self._unwanted:
+            self._count(dropped_writes=1)
+            return None
         if name in self._index or self._transfers.is_writing(key):
             self._index.use(name, self._index.next_stamp())
             return self._transfers.answer(True)
@@ -336,12 +355,21 @@ class DiskStore:
                 self._changed.wait(self.limits.scan_s)
                 self._changed.clear()
             try:
+                self._try(self._remove_unwanted)
                 if self._health.is_due():
                     self._try(self._recover)
                 elif self._health.can_read and self._is_open:
                     self._try(self._scan)
             except Exception:
                 log.exception("the scan of the disk tier failed")
+
+    def _remove_unwanted(self) -> None:
+        """Remove the files of pages that are not written at present. The others come later."""
+        for name, key in [*self._unwanted.items()]:
+            if self._is_open and not self._transfers.is_writing(key):
+                self._folder.remove(name)
+                self._index.drop(name)
+                del self._unwanted[name]
 
     def _scan(self) -> None:
         """Scan the next shard. Apply the limit after the last one."""

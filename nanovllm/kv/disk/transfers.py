@@ -30,13 +30,15 @@ class Transfer:
 
 
 class Transfers:
-    """Bounded queues, one per direction. All methods may be called from any thread.
+    """Queues of reads and of writes. All methods may be called from any thread.
+
+    Only writes are bounded. Every read fills a slot of host memory, which bounds them.
 
     `wake` is called without arguments, usually from an I/O thread, when `poll` has new results.
     """
 
-    def __init__(self, max_queued: dict[Direction, int], wake: Callable[[], None]) -> None:
-        self._max_queued = max_queued
+    def __init__(self, max_writes: int, wake: Callable[[], None]) -> None:
+        self._max_writes = max_writes
         self._call_wake = wake
         self._changed = threading.Condition()
         self._queues: dict[Direction, deque[Transfer]] = {"read": deque(), "write": deque()}
@@ -51,7 +53,8 @@ class Transfers:
         """Queue a transfer and return its ticket, or None if the queue is full or closed."""
         with self._changed:
             queue = self._queues[direction]
-            if self._is_closed or len(queue) >= self._max_queued[direction]:
+            is_full = direction == "write" and len(queue) >= self._max_writes
+            if self._is_closed or is_full:
                 return None
             self._latest += 1
             transfer = Transfer(self._latest, direction, key, buffer)

@@ -168,6 +168,30 @@ def test_a_cancelled_load_never_writes_to_its_buffer(
         assert not store._transfers._open and get(store, b"c") == payload(b"c")
 
 
+def test_a_removed_page_is_a_miss_at_once_and_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One page is on the disk, and another one is being written."""
+    going, real = threading.Event(), os.pwrite
+    with opened(tmp_path) as store:
+        put(store, b"a", b"kept")
+        monkeypatch.setattr(os, "pwrite", lambda *a: going.wait(30) and real(*a))
+        ticket = store.write(b"b", payload(b"b"))
+        assert ticket is not None and result(store, ticket)
+        store.remove(b"a")
+        store.remove(b"b")
+        assert not store.holds(b"a") and get(store, b"a") is None
+        assert store.write(b"b", payload(b"b")) is None and not store.holds(b"b")
+        eventually(lambda: not path_of(tmp_path, b"a").exists())
+        going.set()
+        eventually(lambda: not store._unwanted)
+        assert files(tmp_path) == {path_of(tmp_path, b"kept")} and store.faults() == {}
+        put(store, b"a")  # the same text, computed again
+        assert get(store, b"a") == payload(b"a")
+    with opened(tmp_path) as store:
+        assert [store.holds(key) for key in (b"a", b"b", b"kept")] == [True, False, True]
+
+
 def test_two_stores_share_a_folder(tmp_path: Path) -> None:
     own = limits(pages=4, scan_s=0.0005)
     with opened(tmp_path, own) as one, opened(tmp_path, own) as two:

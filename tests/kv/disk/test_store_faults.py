@@ -379,7 +379,7 @@ def test_a_failing_wake_function_stops_nothing(
 def test_a_thousand_aborts_leave_nothing(tmp_path: Path) -> None:
     """Random writes, loads, aborts and damages; the seed is fixed."""
     random = Random(38)
-    own = limits(pages=12, max_writes=4, max_reads=8, quiet_s=0, scan_s=0.001)
+    own = limits(pages=12, max_writes=4, quiet_s=0, scan_s=0.001)
     keys = [b"%d" % i for i in range(20)]
     with opened(tmp_path, own) as store:
         open_reads: dict[int, tuple[bytes, bytearray]] = {}

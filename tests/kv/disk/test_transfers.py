@@ -9,7 +9,7 @@ from tests.kv.disk.stores import eventually
 
 
 def queues() -> Transfers:
-    return Transfers({"read": 2, "write": 2}, lambda: None)
+    return Transfers(2, lambda: None)
 
 
 def test_cancel_waits_for_a_copy_only() -> None:
@@ -51,6 +51,14 @@ def test_results_and_keys() -> None:
     transfers.fail_all()
     assert transfers.poll() == [(2, False)] and not transfers.is_writing(b"b")
     assert not transfers.wait(0.01) and transfers.answer(True) == 3 and transfers.wait(10)
+
+
+def test_only_writes_are_bounded() -> None:
+    transfers = queues()
+    reads = [transfers.submit("read", b"a", memoryview(b"")) for _ in range(5000)]
+    assert reads == list(range(1, 5001))
+    writes = [transfers.submit("write", key, memoryview(b"")) for key in (b"a", b"b", b"c")]
+    assert writes == [5001, 5002, None]
 
 
 def test_closing_wakes_all() -> None:

@@ -1,0 +1,133 @@
+"""Pages below host memory: what reaches the disk, what comes back, and what leaves it."""
+
+from __future__ import annotations
+
+from nanovllm.wire import Abort, FinishReason
+from tests.paper.engine import PaperEngine, generate
+from tests.paper.gpu import POISON
+from tests.paper.test_arriving import A, B, engine_of, right, tiers
+
+
+def test_pages_come_back_from_disk() -> None:
+    engine = engine_of(disk=True, host=9)
+    engine.say(generate(9, [9] * 27, 1))  # with B, it leaves little of A in host memory
+    engine.finish_all()
+    assert len(engine.transfers.disk) >= 7 + 7 + 6
+    for name in range(2):
+        engine.say(generate(name, A, 3))
+        engine.finish_all()
+        assert engine.cached[name] >= 24 and right(engine, name, A, 3)
+    assert tiers(engine)["disk.hit_tokens"] == 4 * tiers(engine)["disk.loaded"] > 0
+    assert tiers(engine)["disk.loaded"] + tiers(engine)["host.loaded"] <= 6  # the rest is found
+
+
+def test_states_come_back_from_disk_with_their_pages() -> None:
+    """The pages, the state and its two parts are read by one load."""
+    engine = engine_of(num_pages=10, checkpoints=2, disk=True, host=9)
+    for name, text in enumerate(([9] * 27, [8] * 27)):  # these take both checkpoints
+        engine.say(generate(name, text, 1))
+        engine.finish_all()
+    assert sum(key.startswith(b"part 1 ") for key in engine.transfers.disk) >= 4
+    before = tiers(engine)["disk.loaded"]
+    engine.say(generate(2, A, 3))
+    engine.finish_all()
+    assert engine.cached[2] == 24 and right(engine, 2, A, 3)
+    assert tiers(engine)["disk.loaded"] == before + 6 and tiers(engine)["disk.failed"] == 0
+
+
+def test_a_state_that_cannot_be_read_is_computed() -> None:
+    engine = engine_of(num_pages=10, checkpoints=2, disk=True, host=9, fail_every=1)
+    for name, text in enumerate(([9] * 27, [8] * 27, A)):
+        engine.say(generate(name, text, 3))
+        engine.finish_all()
+        assert right(engine, name, text, 3)
+    assert tiers(engine)["disk.failed"] == 1 and engine.cached[2] == 0
+
+
+def test_a_state_whose_parts_are_not_all_there_is_no_hit() -> None:
+    engine = engine_of(num_pages=10, checkpoints=2, disk=True, host=9)
+    for name, text in enumerate(([9] * 27, [8] * 27)):
+        engine.say(generate(name, text, 1))
+        engine.finish_all()
+    for key in [key for key in engine.transfers.disk if key.startswith(b"part 1 ")]:
+        del engine.transfers.disk[key]
+    engine.say(generate(2, A, 3))
+    engine.finish_all()
+    assert engine.cached[2] == 0 and right(engine, 2, A, 3)
+
+
+def test_a_fetch_takes_no_slot_of_its_own_load() -> None:
+    engine = engine_of(disk=True, host=5, polls=4)
+    engine.say(generate(9, [9] * 27, 1))
+    engine.finish_all()
+    for name, text in enumerate((A, B, [9] * 27, A)):
+        engine.say(generate(name, text, 1))
+        engine.finish_all()
+        assert right(engine, name, text, 1)
+    assert tiers(engine)["disk.loaded"] >= 8
+
+
+def test_a_page_that_cannot_be_read_is_computed() -> None:
+    engine = engine_of(disk=True, host=9, fail_every=1)
+    engine.say(generate(9, [9] * 27, 1))
+    engine.finish_all()
+    for name, text in enumerate((A, [7] * 27, A)):
+        engine.say(generate(name, text, 3))
+        engine.finish_all()
+        assert right(engine, name, text, 3)
+        assert tiers(engine)["disk.failed"] == 1
+        engine.transfers.fail_every = 0
+    assert engine.cached[0] < 24 <= engine.cached[2]
+
+
+def test_pages_reach_the_disk_after_a_token_of_their_request_was_checked() -> None:
+    engine = PaperEngine(num_pages=9, num_slots=2, budget=8, host=40, disk=True, depth=0)
+    engine.say(generate(0, A, 2))
+    engine.step()
+    engine.step()
+    engine.say(Abort(0))
+    engine.finish_all()
+    assert tiers(engine)["host.stored"] == 4 and not engine.transfers.disk
+    engine.say(generate(1, [*A, POISON], 2))
+    engine.finish_all()
+    assert engine.finish[1] == FinishReason.ERROR and not engine.transfers.disk
+    engine.say(generate(2, B, 2))
+    engine.finish_all()
+    assert tiers(engine)["disk.stored"] == len(engine.transfers.disk) == 7
+
+
+def test_pages_of_a_corrupted_request_leave_the_disk() -> None:
+    """It used six pages that are on the disk, or on their way there. The seventh has other text."""
+    for polls in (0, 9):
+        engine = PaperEngine(num_pages=20, num_slots=2, budget=40, host=40, disk=True)
+        engine.say(generate(0, A, 2))
+        engine.finish_all()
+        assert len(engine.transfers.disk) == 7
+        engine.say(generate(1, B, 2))
+        engine.transfers.polls = polls
+        while tiers(engine)["host.stored"] < 13:
+            engine.step()
+        assert len(engine.transfers.disk) == 7
+        engine.say(generate(2, [*(B if polls else A), POISON], 2))
+        engine.finish_all()
+        assert engine.finish[2] == FinishReason.ERROR
+        assert len(engine.transfers.disk) == 8
+        assert len(engine.transfers.unwanted) == (6 if polls else 0)
+        engine.say(generate(3, B if polls else A, 2))
+        engine.finish_all()
+        assert engine.cached[3] < 24 and len(engine.transfers.disk) == 14
+
+
+def test_an_aborted_request_does_not_vouch_for_pages_of_another() -> None:
+    """It is aborted before it has a token, and the result of the other one comes later."""
+    engine = PaperEngine(num_pages=30, num_slots=2, budget=20, host=40, disk=True)
+    engine.transfers.polls = 0
+    engine.say(generate(0, [*A, POISON], 2))
+    engine.say(generate(1, A[:20] + [9] * 20, 2))
+    engine.step()
+    engine.step()
+    assert engine.cached == {0: 0, 1: 20}
+    engine.say(Abort(1))
+    engine.finish_all()
+    assert engine.finish[0] == FinishReason.ERROR and not engine.transfers.disk
+    assert tiers(engine)["disk.stored"] == 0  # nor was there any
