@@ -113,7 +113,8 @@ class Copies(Struct, frozen=True, array_like=True):
 
     ticket: int  # number of the transfer, greater than 0
     pairs: list[tuple[int, int]]  # (from, to): a page and a host slot, or a host slot and a page
-    # Of a load: (key, host slot) of pages to read from the tier below before the copies.
+    # Of a load: (key, host slot) of pages to read from the tier below before the copies. Another
+    # engine's pages may be copied to their pages on the device instead (Moved.blank).
     fetches: list[tuple[bytes, int]] = []
     # The parts of a recurrent state likewise, and the checkpoint that they are copied to. A store
     # copies them from the checkpoint to the slots.
@@ -153,6 +154,8 @@ class Moved:
     num_bytes: int = 0
     seconds: float = 0.0  # of the copies between device and host memory
     fetch_s: float = 0.0  # of a load's pages from the tier below to host memory
+    # Host slots of a load's fetches that stay without content: their pages were filled directly.
+    blank: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

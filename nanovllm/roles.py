@@ -19,7 +19,8 @@ class TransferRole(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     listen: str | None = None  # HOST:PORT where a prefill server offers its pages
     peers: list[str] = field(default_factory=list)  # HOST:PORT of the prefill servers, for decode
     secret: str | None = None  # the same on all; None: the value of NANOVLLM_TRANSFER_SECRET
-    backend: Literal["auto", "socket"] = "auto"
+    # cuda_ipc: peers of this host and socket: any. auto: cuda_ipc where it is possible, else socket
+    backend: Literal["auto", "cuda_ipc", "socket"] = "auto"
 
 
 def check(transfer: TransferRole | None, host_gib: float, disk: object, num_engines: int) -> None:

@@ -119,13 +119,15 @@ class TieredMemory(KVMemory):
             self._drop(tier.end_store(moved.ticket, ok=moved.ok))
             return -1, moved.ok
         tier.measured(moved, len(tier.loads[moved.ticket].pages), is_load=True)
-        load, ok = tier.end_load(moved.ticket, ok=moved.ok)
+        load, ok = tier.end_load(moved.ticket, ok=moved.ok, blank=moved.blank)
         self._dirty.update(load.pages)  # a failed load may have written anything
-        for key, page in zip(load.keys, load.pages, strict=True):
+        for key, page, slot in zip(load.keys, load.pages, load.slots, strict=True):
             if ok:
                 self._name(key, page)
                 if not tier.is_unverified(key):
                     self._dirty.discard(page)
+                if slot in moved.blank:
+                    tier.note(key, page, is_issued=True)
         if load.request_id < 0:
             self._drop(load.pages)
         elif ok:

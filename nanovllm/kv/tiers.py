@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 from msgspec.structs import replace
 
@@ -324,15 +324,21 @@ class HostTier:
         self._moves.loads.append(copies)
         return self._ticket
 
-    def end_load(self, ticket: int, *, ok: bool) -> tuple[PageLoad, bool]:
-        """End a load. Return it, and True if its pages have their content."""
+    def end_load(
+        self, ticket: int, *, ok: bool, blank: Container[int] = ()
+    ) -> tuple[PageLoad, bool]:
+        """End a load. Return it, and True if its pages have their content.
+
+        `blank` are slots of fetches that have none.
+        """
         load = self.loads.pop(ticket)
         fetched = set(load.fetched.values())
         own = [slot for slot in load.slots if slot not in fetched]
         for slot in own:
             self._end_read(slot)
         for key, slot in load.fetched.items():
-            if ok and not load.is_void and key not in self._kept and key not in self._storing:
+            is_new = key not in self._kept and key not in self._storing
+            if ok and not load.is_void and is_new and slot not in blank:
                 self._kept[key] = slot
             else:
                 self._free.append(slot)
@@ -375,8 +381,8 @@ class HostTier:
                 self.costs.fetched(num_fetched, moved.fetch_s)
         self.counts[f"host.{kind}_bytes"] += moved.num_bytes
         self.seconds[kind] += moved.seconds
-        if is_load and moved.ok and num_pages:
-            self.costs.loaded(num_pages, moved.seconds)
+        if is_load and moved.ok and num_pages > len(moved.blank):
+            self.costs.loaded(num_pages - len(moved.blank), moved.seconds)
 
     # -- writes to the tier below -----------------------------------------------------------
 

@@ -51,7 +51,8 @@ class CopyStream:
     """The transfers of one direction.
 
     `copy` does the nth of a transfer's copies on the current stream: pages, then parts of a state.
-    Its last argument is a page of memory on the device for it to use, or None on a CPU. `call_when_ended` is called from a thread after the end of each transfer.
+    Its last argument is a page of memory on the device for it to use, or None on a CPU.
+    `call_when_ended` is called from a thread after the end of each transfer.
     """
 
     def __init__(self, copy: COPY, device: torch.device, page_bytes: int) -> None:

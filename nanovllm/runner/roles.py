@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
@@ -11,14 +12,17 @@ import torch
 from nanovllm.config import Config, ConfigError, given_transfer_secret
 from nanovllm.model_identity import digest_of
 from nanovllm.roles import TransferRole, address_of
+from nanovllm.runner.cuda_ipc import CudaReader, shared_memory
 from nanovllm.runner.disk import owner_of
 from nanovllm.runner.resolved import Resolved
 from nanovllm.runner.transfer import HostPages
+from nanovllm.transfer.device_pages import DeviceMemory, MemoryReader
 from nanovllm.transfer.lender import Lender
 from nanovllm.transfer.page_client import ReaderLimits
 from nanovllm.transfer.remote_pages import RemotePages
 from nanovllm.transfer.tickets import ENVIRONMENT, secret_of
 
+log = logging.getLogger("transfer")
 OpenRemote: TypeAlias = "Callable[[Callable[[], None]], RemotePages]"
 MOST_LENT = 0.5  # of the pages of P's cache; the others stay free for prompts
 
@@ -45,6 +49,7 @@ def remote_of(config: Config, found: Resolved, pages: HostPages) -> OpenRemote |
         identity=identity,
         page_bytes=pages.page_bytes,
         state_parts=pages.state_parts,
+        memory=reader_of(asked, pages),
     )
     peers = [address_of(peer, "transfer.peers") for peer in asked.peers]
     return partial(RemotePages, peers, secret_for(asked), limits)
@@ -71,9 +76,40 @@ def lender_of(config: Config, found: Resolved, pages: HostPages, num_pages: int)
             page=reader.page,
             state=reader.state,
             state_parts=pages.state_parts,
+            memory=offered_memory(asked, pages),
         )
     except OSError as error:
         raise ConfigError(f"transfer.listen {asked.listen} cannot be used: {error}") from None
+
+
+def offered_memory(asked: TransferRole, pages: HostPages) -> DeviceMemory | None:
+    """Return the cache's memory for decode servers of this host; None to send pages by socket.
+
+    Raise ConfigError if the recipe requires the memory and it cannot be shared.
+    """
+    if not uses_device(asked, pages):
+        return None
+    try:
+        return shared_memory(pages.tensors)
+    except ConfigError as error:
+        if asked.backend == "cuda_ipc":
+            raise
+        log.info("pages are sent by socket: %s", error)
+        return None
+
+
+def reader_of(asked: TransferRole, pages: HostPages) -> MemoryReader | None:
+    """Return access to the memory of prefill servers of this host; None to read by socket only."""
+    if not uses_device(asked, pages):
+        return None
+    return CudaReader(pages.tensors, is_required=asked.backend == "cuda_ipc")
+
+
+def uses_device(asked: TransferRole, pages: HostPages) -> bool:
+    """Return True if pages may pass between devices. Raise ConfigError if they must but cannot."""
+    if asked.backend == "cuda_ipc" and pages.device.type != "cuda":
+        raise ConfigError("transfer.backend cuda_ipc needs a GPU; use auto or socket")
+    return asked.backend != "socket" and pages.device.type == "cuda"
 
 
 def secret_for(asked: TransferRole) -> str:

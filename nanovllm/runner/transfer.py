@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from nanovllm.config import ConfigError
@@ -25,6 +26,7 @@ from nanovllm.plan import Copies, Moved, Moves, Write
 from nanovllm.runner.caches import Caches, pin
 from nanovllm.runner.copy_stream import CopyStream, StartedCopies
 from nanovllm.runner.results import Event, HostEvent
+from nanovllm.transfer.device_pages import Arrivals
 from nanovllm.transfer.remote_pages import RemotePages
 
 PIECE_BYTES = 64 << 30  # of one allocation: CUDA fails to pin 512 GiB at once
@@ -66,6 +68,11 @@ class HostPages:
                 pin(piece, self, "cache.host_gib")
             self._pieces.append(piece)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the caches that have bytes."""
+        return [tensor for tensor, _, num_bytes in self._parts if num_bytes]
+
     def row(self, slot: int) -> Tensor:
         """Return a slot's bytes, in host memory."""
         return self._pieces[slot // self._per_piece][slot % self._per_piece]
@@ -98,6 +105,7 @@ class PendingLoad:
     copies: Copies
     begun_s: float
     left: int  # reads that have not ended
+    arrivals: Arrivals
     ok: bool = True
 
 
@@ -120,6 +128,7 @@ class Mover:
         self._writes: dict[int, int] = {}  # tickets, by that of the disk
         self._moved: list[Moved] = []  # transfers that ended without a copy
         self._fetch_s: dict[int, float] = {}  # of loads, by ticket
+        self._blank: dict[int, frozenset[int]] = {}  # slots without content, likewise
         self._on_gpu = host.device.type == "cuda"
         self._stores = CopyStream(self._store, host.device, host.page_bytes)
         self._loads = CopyStream(self._load, host.device, host.page_bytes)
@@ -136,7 +145,7 @@ class Mover:
             self._start(self._stores, copies, issued)
         for copies in moves.loads:
             if copies.fetches or copies.state_fetches:
-                self._fetch(copies)
+                self._fetch(copies, issued)
             else:
                 self._start(self._loads, copies, issued)
         for key in moves.removes:
@@ -193,13 +202,19 @@ class Mover:
     def _call_wake(self) -> None:
         self._wake()
 
-    def _fetch(self, copies: Copies) -> None:
+    def _fetch(self, copies: Copies, issued: Event) -> None:
         """Begin to read a load's pages from the tier below."""
         assert self.disk is not None
-        fetch = PendingLoad(copies, time.perf_counter(), 0)
+        page_of = dict(copies.pairs)
+        arrivals = Arrivals({key: page_of[slot] for key, slot in copies.fetches}, issued)
+        fetch = PendingLoad(copies, time.perf_counter(), 0, arrivals)
         wanted = (*copies.fetches, *copies.state_fetches)
         pages = [(key, self.host.payload(slot)) for key, slot in wanted]
-        for ticket in self.disk.read_all(pages):
+        if isinstance(self.disk, RemotePages):
+            tickets = self.disk.read_all(pages, arrivals)
+        else:
+            tickets = self.disk.read_all(pages)
+        for ticket in tickets:
             self._reads[ticket] = fetch
             fetch.left += 1
 
@@ -223,11 +238,21 @@ class Mover:
             if fetch.left:
                 continue
             if fetch.ok:
-                own = fetch.copies.ticket
-                self._fetch_s[own] = time.perf_counter() - fetch.begun_s
-                self._start(self._loads, fetch.copies, self._recorded())
+                self._fetched(fetch)
             else:
                 self._moved.append(Moved(fetch.copies.ticket, ok=False))
+
+    def _fetched(self, fetch: PendingLoad) -> None:
+        """Copy a load's pages that are in host memory now. The others have been filled directly."""
+        own, filled = fetch.copies.ticket, fetch.arrivals.filled
+        blank = frozenset(slot for slot, page in fetch.copies.pairs if page in filled)
+        fetch_s = time.perf_counter() - fetch.begun_s
+        pairs = [pair for pair in fetch.copies.pairs if pair[0] not in blank]
+        if pairs or fetch.copies.state_fetches:
+            self._fetch_s[own], self._blank[own] = fetch_s, blank
+            self._start(self._loads, replace(fetch.copies, pairs=pairs), self._recorded())
+        else:
+            self._moved.append(Moved(own, fetch_s=fetch_s, blank=blank))
 
     def _recorded(self) -> Event:
         event: Event = torch.cuda.Event() if self._on_gpu else HostEvent()
@@ -247,6 +272,7 @@ class Mover:
                 num_bytes=started.num_bytes,
                 seconds=1e-3 * started.begin.elapsed_time(started.end),
                 fetch_s=self._fetch_s.pop(ticket, 0.0),
+                blank=self._blank.pop(ticket, frozenset()),
             )
             found.append(moved)
         return found

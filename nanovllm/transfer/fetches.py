@@ -1,7 +1,8 @@
 """Loads of one request's pages from P: their states, and the results for D's engine.
 
 Life of a fetch: queued -> running -> done. The thread that reads from P copies a page only under
-the lock and only while the fetch is running. So `cancel` gives the buffers back at once.
+the lock and only while the fetch is running. So `cancel` gives the buffers back at once. Copies on
+the device are made without the lock, and `cancel` waits for the end of one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 
+from nanovllm.transfer.device_pages import Arrivals
 from nanovllm.transfer.tickets import Ticket
 
 
@@ -24,6 +26,14 @@ class Fetch:
     buffers: Sequence[memoryview]  # of the caller, one a page
     places: Sequence[int] = ()  # of the pages in the ticket's list, in rising order
     state: Literal["queued", "running", "done"] = "queued"
+    arrivals: Arrivals | None = None  # pages that may be filled instead of the buffers
+    targets: Sequence[int] = ()  # those of the places; unused for parts of a state
+    is_written: bool = False  # a copy to the targets is under way
+
+    @property
+    def num_direct(self) -> int:
+        """Number of places that are pages. Parts of a recurrent state follow them."""
+        return sum(place < len(self.ticket.pages) for place in self.places)
 
     def end(self) -> None:
         """Give the buffers back to the caller."""
@@ -106,12 +116,27 @@ class Fetches:
             np.copyto(into, np.frombuffer(data, np.uint8))
             return True
 
+    def run(self, fetch: Fetch, copy: Callable[[], None]) -> bool:
+        """Call `copy`, which writes the targets. Return False if the fetch is done."""
+        with self._changed:
+            if fetch.state != "running":
+                return False
+            fetch.is_written = True
+        try:
+            copy()
+        finally:
+            with self._changed:
+                fetch.is_written = False
+                self._changed.notify_all()
+        return fetch.state == "running"
+
     def is_running(self, fetch: Fetch) -> bool:
         return fetch.state == "running"
 
     def finish(self, fetch: Fetch, ok: bool) -> None:
         """Give the buffers back with a result, unless that has been done."""
         with self._changed:
+            self._changed.wait_for(lambda: not fetch.is_written)
             is_new = fetch.state != "done"
             fetch.end()
             if self._running is fetch:
@@ -123,6 +148,7 @@ class Fetches:
         """Give the buffers back without a result."""
         with self._changed:
             fetch.end()
+            self._changed.wait_for(lambda: not fetch.is_written)
 
     def fail_all(self) -> None:
         """End all fetches, since the connection is lost. P receives their ends after a new one."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from nanovllm.transfer.device_pages import DeviceMemory
 from nanovllm.transfer.leases import LEASE_S, Lease, Leases
 from nanovllm.transfer.messages import EngineCard
 from nanovllm.transfer.page_server import PageServer, PageSource
@@ -41,6 +42,7 @@ class Lender:
         state: Callable[[int, int], memoryview] | None = None,
         state_parts: int = 0,
         lease_s: float = LEASE_S,
+        memory: DeviceMemory | None = None,
     ) -> None:
         """`page` returns the bytes of a page; it is called from threads.
 
@@ -62,6 +64,7 @@ class Lender:
             identity=identity,
             page_bytes=page_bytes,
             state_parts=state_parts,
+            memory=memory,
         )
         source = PageSource(page, lambda lease: self._give_back(lease), state)
         self.server = PageServer(listen, secret, card, leases=self.leases, source=source)

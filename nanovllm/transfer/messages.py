@@ -7,6 +7,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 from msgspec import Struct
 
+from nanovllm.transfer.device_pages import DeviceMemory
 from nanovllm.transfer.leases import End
 from nanovllm.transfer.sealed import LENGTH, PeerError
 
@@ -22,6 +23,7 @@ class EngineCard(Struct, frozen=True, tag="engine"):
     identity: bytes
     page_bytes: int
     state_parts: int = 0  # of page_bytes each, that a recurrent state is sent in
+    memory: DeviceMemory | None = None  # that processes of the same host can open
 
 
 class ReadPages(Struct, frozen=True, tag="read"):

@@ -5,7 +5,8 @@ Theory of operation:
 1. Each peer has a thread with one connection, on which it first names its engine. A ticket's engine
    is looked up among these, so no address is ever taken from a request.
 2. A fetch requests WINDOW pages at a time. Each page is received into memory of the thread, its MAC
-   is checked, and then it is copied to the caller's buffer.
+   is checked, and then it is copied to the caller's buffer. Inside one host, device_pages.py
+   instead copies the pages between the devices.
 3. After the last page P confirms that the lease still holds. Only then is the result True.
 4. Every fetch ends with one message to P: done, or not wanted. If the connection is lost, the
    result is False. P receives the message after the next connection to the same start of P.
@@ -22,11 +23,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
 
+from nanovllm.transfer.device_pages import (
+    AT_ONCE,
+    Arrivals,
+    MemoryReader,
+    PeerMemory,
+    opened_memory,
+)
 from nanovllm.transfer.fetches import Fetch, Fetches, FetchResults
 from nanovllm.transfer.leases import HEARTBEAT_S, End
 from nanovllm.transfer.messages import (
@@ -59,6 +68,7 @@ class ReaderLimits(Struct, frozen=True, kw_only=True):
     state_parts: int = 0  # of a recurrent state, which follow the pages of a ticket
     silence_s: float = 5.0
     heartbeat_s: float = HEARTBEAT_S
+    memory: MemoryReader | None = None  # of peers on this host; None: pages come by socket
 
 
 class PageClient:
@@ -96,7 +106,13 @@ class PageClient:
             peer.fetches.keep(ticket.generation)
 
     def fetch(
-        self, ticket: Ticket, buffers: Sequence[memoryview], places: Sequence[int] | None = None
+        self,
+        ticket: Ticket,
+        buffers: Sequence[memoryview],
+        places: Sequence[int] | None = None,
+        *,
+        arrivals: Arrivals | None = None,
+        targets: Sequence[int] = (),
     ) -> int:
         """Read the ticket's pages into buffers of `page_bytes` each. Return a number for `poll`.
 
@@ -104,7 +120,7 @@ class PageClient:
         parts of its recurrent state follow the pages.
 
         The buffers must stay valid until the number is polled or cancelled. Their content is valid
-        only if the result is True.
+        only if the result is True. `targets` are pages of `arrivals` that may be filled instead.
         """
         number = next(self._numbers)
         views = [memoryview(buffer).cast("B") for buffer in buffers]
@@ -112,7 +128,7 @@ class PageClient:
         if len(views) != len(wanted) or any(len(v) != self._page_bytes for v in views):
             raise ValueError(f"{len(wanted)} buffers of {self._page_bytes} bytes are needed")
         peer = self._peer_of(ticket.engine)
-        fetch = Fetch(number, ticket, views, wanted)
+        fetch = Fetch(number, ticket, views, wanted, arrivals=arrivals, targets=targets)
         if peer is not None:
             self._open[number] = peer, fetch
         if peer is None or not peer.fetches.add(fetch):
@@ -176,6 +192,7 @@ class PeerReader:
         self._decoder = msgspec.msgpack.Decoder[ToD](ToD)
         self._frame = memoryview(bytearray(MAX_HEADER + limits.page_bytes))
         self._sock: socket.socket | None = None
+        self._memory: PeerMemory | None = None
         self._connection: SealedConnection
         self._last_heartbeat = 0.0
         self._closing = threading.Event()
@@ -208,6 +225,7 @@ class PeerReader:
             finally:
                 self._sock = None
                 self.fetches.fail_all()
+                self._close_memory()
             self._closing.wait(pause)
             pause = min(2 * pause, MAX_RETRY_S)
 
@@ -219,6 +237,7 @@ class PeerReader:
             if getattr(card, name) != getattr(self._limits, name):
                 raise PeerError(name, f"its {name} differs: serve the same model and recipe")
         self._is_measured = False
+        self._memory = opened_memory(self._limits.memory, card.memory, self._address)
         self.fetches.open(card.engine)
         log.info("transfer.peers: %s:%d is engine %s", *self._address, card.engine)
 
@@ -241,7 +260,11 @@ class PeerReader:
     def _fetch(self, fetch: Fetch) -> bool:
         """Read all pages. Return False if the lease ended meanwhile, or the fetch was cancelled."""
         generation, at = fetch.ticket.generation, 0
-        for first, count in windows(fetch.places):
+        if self._memory is not None and fetch.arrivals is not None:
+            if not self._copy(fetch, self._memory, ready=fetch.arrivals.ready):
+                return False
+            at = fetch.num_direct
+        for first, count in windows(fetch.places[at:]):
             self._connection.send(encode(ReadPages(generation, first, count)))
             for place in range(first, first + count):
                 message, data = self._receive(PageBytes, EndedLeases)
@@ -253,11 +276,25 @@ class PeerReader:
                 at += 1
             if not self.fetches.is_running(fetch):
                 return False
-            if time.monotonic() - self._last_heartbeat > self._limits.heartbeat_s:
-                self._beat()
+            self._beat_if_due()
         self._connection.send(encode(CheckLease(generation)))
         checked, _ = self._receive(LeaseAnswer)
-        return checked == LeaseAnswer(generation, True)
+        is_held = checked == LeaseAnswer(generation, True)
+        if is_held and self._memory is not None and fetch.arrivals is not None:
+            fetch.arrivals.filled.update(fetch.targets[: fetch.num_direct])
+        return is_held
+
+    def _copy(self, fetch: Fetch, memory: PeerMemory, ready: object) -> bool:
+        """Copy the pages between the devices. Return False if the fetch was cancelled."""
+        count = fetch.num_direct
+        pages = [fetch.ticket.pages[place] for place in fetch.places[:count]]
+        pairs = list(zip(pages, fetch.targets[:count], strict=True))
+        for at in range(0, count, AT_ONCE):
+            copy = partial(memory.copy, pairs[at : at + AT_ONCE], ready)
+            if not self.fetches.run(fetch, copy):
+                return False
+            self._beat_if_due()
+        return True
 
     def _measured(self, num_pages: int, seconds: float) -> None:
         """Note the size and time of a fetch. Log the rate of the first one."""
@@ -268,6 +305,15 @@ class PeerReader:
             rate = num_bytes / max(seconds, 1e-9) / 1e9
             text = "transfer.peers: %s:%d sent its first %d pages, %.1f MB, at %.2f GB/s"
             log.info(text, *self._address, num_pages, num_bytes / 1e6, rate)
+
+    def _close_memory(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
+
+    def _beat_if_due(self) -> None:
+        if time.monotonic() - self._last_heartbeat > self._limits.heartbeat_s:
+            self._beat()
 
     def _beat(self) -> None:
         """Extend the leases that are wanted, and notice if the peer is gone."""

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from nanovllm.transfer.device_pages import Arrivals
 from nanovllm.transfer.page_client import PageClient, ReaderLimits
 from nanovllm.transfer.tickets import Ticket, TicketError, TicketKey
 
@@ -118,23 +119,31 @@ class RemotePages:
         """Return the keys of the parts of the state after a page."""
         return [part_key(key, part) for part in range(self._limits.state_parts)]
 
-    def read_all(self, pages: Sequence[tuple[Key, memoryview]]) -> list[int]:
+    def read_all(
+        self, pages: Sequence[tuple[Key, memoryview]], arrivals: Arrivals | None = None
+    ) -> list[int]:
         """Begin to read pages that `holds` into buffers. Return the numbers of the fetches.
+
+        `arrivals` has pages on the device that may be filled instead of the buffers.
 
         A ticket is read once. So shared pages come from the ticket with most of these pages and
         fewest others, which is usually the request's own.
         """
         num_wanted = Counter(offer for key, _ in pages for offer in self._where[key])
-        by_offer: dict[Offer, list[tuple[int, memoryview]]] = {}
+        by_offer: dict[Offer, list[tuple[int, memoryview, int]]] = {}
         for key, buffer in pages:
             offers = self._where[key]
             offer = min(offers, key=lambda o: (o.is_read, -num_wanted[o], len(o.keys)))
-            by_offer.setdefault(offer, []).append((offers[offer], buffer))
+            page = -1 if arrivals is None else arrivals.pages.get(key, -1)
+            by_offer.setdefault(offer, []).append((offers[offer], buffer, page))
         numbers = []
         for offer, wanted in by_offer.items():
             offer.is_read = True
-            places, buffers = zip(*sorted(wanted, key=lambda one: one[0]), strict=True)
-            number = self._client.fetch(offer.ticket, buffers, places)
+            ordered = sorted(wanted, key=lambda one: one[0])
+            places, buffers, targets = zip(*ordered, strict=True)
+            number = self._client.fetch(
+                offer.ticket, buffers, places, arrivals=arrivals, targets=targets
+            )
             self._fetches[number] = offer
             numbers.append(number)
         return numbers

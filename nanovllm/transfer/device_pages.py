@@ -1,0 +1,171 @@
+"""Pages that D copies from P's device memory to its own, between two processes of one host.
+
+Theory of operation:
+
+1. P's card describes its cache: handles of the memory, and the place of each page in it.
+2. D opens the memory once per connection, in the connection's thread. It closes it when the
+   connection ends, so a handle of an earlier start of P is never read, and a dead P's memory is
+   freed.
+3. A fetch copies the ticket's pages to the request's own pages. The messages are those of the
+   socket backend: P confirms after the copy that the lease still holds, and D ends the lease.
+
+Decision: P is not involved in a copy, so a frozen or dead P does not delay it. The answer about
+the lease that is then missing fails the fetch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from msgspec import Struct
+
+from nanovllm.transfer.sealed import PeerError
+
+AT_ONCE = 64  # pages of one copy; heartbeats are sent between copies
+SLOW = 0.1  # of the link's rate, below which the first transfer is a warning
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+log = logging.getLogger("transfer")
+
+
+class MemoryPart(Struct, frozen=True):
+    """One tensor of a cache: [layers, rows, page_bytes], contiguous."""
+
+    handle: bytes  # of the allocation; its format is that of the backend
+    start: int  # byte of the allocation at which the tensor begins
+    layers: int
+    rows: int  # pages, including the padding page 0
+    page_bytes: int  # of one layer
+
+    @property
+    def num_bytes(self) -> int:
+        return self.layers * self.rows * self.page_bytes
+
+
+class DeviceMemory(Struct, frozen=True):
+    """An engine's cache as processes of its host see it."""
+
+    boot: str  # id of the host's start
+    pids: str  # name of the PID namespace; CUDA IPC does not cross its border
+    parts: list[MemoryPart]
+
+
+class OpenMemory(Protocol):
+    """P's memory, opened. One thread uses it."""
+
+    def copy(self, pages: Sequence[tuple[int, int]], ready: object) -> float:
+        """Copy (page of P, page of D) after `ready`, and wait for the end. Return the seconds.
+
+        Raise PeerError if P has no such page, or the copy failed.
+        """
+        ...
+
+    def link_rate(self) -> float:
+        """Measure and return the bytes per second of one large copy; 0.0 if that failed."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class MemoryReader(Protocol):
+    """Access to the memory of peers."""
+
+    own: DeviceMemory  # D's, without handles
+    is_required: bool  # False: a peer whose memory cannot be opened sends its pages by socket
+
+    def open(self, memory: DeviceMemory) -> OpenMemory:
+        """Open P's memory for the calling thread. Raise PeerError if that is not possible."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrivals:
+    """D's pages that a load may fill directly, by the key of their content."""
+
+    pages: Mapping[bytes, int]
+    ready: object = None  # event after which nothing reads or writes the pages
+    filled: set[int] = field(default_factory=set)  # once their fetch has succeeded
+
+
+def this_process() -> tuple[str, str]:
+    """Return the id of the host's start, and the name of this process's PID namespace."""
+    try:
+        boot = Path(BOOT_ID).read_text().strip()
+    except OSError:
+        boot = socket.gethostname()
+    try:
+        return boot, os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return boot, ""
+
+
+def check_memory(memory: DeviceMemory, own: DeviceMemory) -> None:
+    """Raise PeerError unless D can copy pages from this memory to its own."""
+    if memory.boot != own.boot:
+        raise PeerError("memory", "it runs on another host")
+    if memory.pids != own.pids:
+        raise PeerError("memory", "it runs in another PID namespace: share one, as by --pid=host")
+    shapes = [[(p.layers, p.page_bytes) for p in side.parts] for side in (memory, own)]
+    if shapes[0] != shapes[1]:
+        raise PeerError("memory", "its cache has other tensors: serve the same recipe")
+    if any(part.rows < 1 or part.start < 0 for part in memory.parts):
+        raise PeerError("memory", "the description of its cache is malformed")
+
+
+class PeerMemory:
+    """The opened memory of one peer, whose first transfer is measured and logged."""
+
+    def __init__(self, opened: OpenMemory, memory: DeviceMemory, peer: tuple[str, int]) -> None:
+        self._opened = opened
+        self._peer = peer
+        self._rows = min(part.rows for part in memory.parts)
+        self._page_bytes = sum(part.layers * part.page_bytes for part in memory.parts)
+        self._link_rate = opened.link_rate()
+        self._is_measured = False
+
+    def copy(self, pages: Sequence[tuple[int, int]], ready: object) -> None:
+        """Copy (page of P, page of D) after `ready`, and wait for the end. Raise PeerError."""
+        if any(not 0 < page < self._rows for page, _ in pages):
+            raise PeerError("memory", "a ticket has a page that its cache does not have")
+        seconds = self._opened.copy(pages, ready)
+        if not self._is_measured and pages:
+            self._is_measured = True
+            self._log(len(pages) * self._page_bytes, max(seconds, 1e-9))
+
+    def close(self) -> None:
+        self._opened.close()
+
+    def _log(self, num_bytes: int, seconds: float) -> None:
+        rate = num_bytes / seconds
+        rates = f"ran at {rate / 1e9:.2f} GB/s, the link at {self._link_rate / 1e9:.2f}"
+        text = f"first copy of {num_bytes / 1e6:.1f} MB {rates}"
+        write = log.warning if rate < SLOW * self._link_rate else log.info
+        write("transfer.peers: %s:%d: %s", *self._peer, text)
+
+
+def opened_memory(
+    reader: MemoryReader | None, memory: DeviceMemory | None, peer: tuple[str, int]
+) -> PeerMemory | None:
+    """Open a peer's memory; None if its pages come by socket. `memory` is that of its card.
+
+    Raise PeerError if the recipe requires the memory and it cannot be opened.
+    """
+    if reader is None:
+        return None
+    try:
+        if memory is None or not memory.parts:
+            raise PeerError("memory", "it offers no memory of a GPU")
+        check_memory(memory, reader.own)
+        found = PeerMemory(reader.open(memory), memory, peer)
+    except PeerError as error:
+        if reader.is_required:
+            raise
+        log.info("transfer.peers: pages of %s:%d come by socket: %s", *peer, error)
+        return None
+    log.info("transfer.peers: pages of %s:%d are copied from its device", *peer)
+    return found

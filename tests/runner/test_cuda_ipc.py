@@ -1,0 +1,192 @@
+"""The whole path of pages from device to device on a CPU. Only libcuda and its streams are fake."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import struct
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from nanovllm.config import ConfigError, load_config
+from nanovllm.engine.tickets import Tickets
+from nanovllm.runner import cuda_ipc, roles
+from nanovllm.runner.build import build
+from nanovllm.runner.cuda_ipc import Copy2D, CudaReader, DriverError, shared_memory
+from nanovllm.transfer.sealed import PeerError
+from tests.kv.disk.stores import eventually
+from tests.models.tiny import CASES, config_of, make_tiny
+from tests.runner.test_roles import SECRET, spec_of, with_role
+from tests.whole_engine import WholeEngine, prompts_of
+
+BEFORE = 256  # bytes of an allocation before the tensor
+
+
+class HostDriver:
+    """Copies of this process's memory. A handle is an address."""
+
+    sizes: ClassVar[dict[int, int]] = {}
+    is_expandable = False
+    refuses_pitches = False
+    opened: ClassVar[list[int]] = []
+    num_copies = 0
+
+    def allocation(self, address: int) -> tuple[int, int]:
+        if address in self.sizes:
+            return address, self.sizes[address]
+        return address - BEFORE, 0
+
+    def is_shareable(self, address: int) -> bool:
+        return not self.is_expandable
+
+    def handle(self, first: int) -> bytes:
+        self.sizes.setdefault(first, 1 << 40)
+        return struct.pack("Q56x", first)
+
+    def open(self, handle: bytes) -> int:
+        (first,) = struct.unpack("Q56x", handle)
+        self.opened.append(first)
+        return int(first)
+
+    def close(self, first: int) -> None:
+        self.opened.remove(first)
+
+    def copy(self, copy: Copy2D, stream: int) -> None:
+        if self.refuses_pitches and copy.height > 1:
+            raise DriverError("cuMemcpy2DAsync_v2: invalid argument (1)")
+        assert copy.src_pitch >= copy.width <= copy.dst_pitch and not copy.src_x + copy.dst_x
+        HostDriver.num_copies += 1
+        for row in range(copy.height):
+            to, source = copy.dst + row * copy.dst_pitch, copy.src + row * copy.src_pitch
+            ctypes.memmove(to, source, copy.width)
+
+
+class Moment:
+    """A stream or an event, where all work is done at once."""
+
+    cuda_stream = 0
+
+    def __init__(self, **options: bool) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record(self, stream: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: object) -> float:
+        return 1.0
+
+
+@pytest.fixture(autouse=True)
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("sizes", {}), ("opened", []), ("num_copies", 0)):
+        monkeypatch.setattr(HostDriver, name, value)
+    monkeypatch.setattr(cuda_ipc, "Driver", HostDriver)
+    monkeypatch.setattr(torch.cuda, "Stream", Moment)
+    monkeypatch.setattr(torch.cuda, "Event", Moment)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+def caches(rows: int) -> list[torch.Tensor]:
+    """Return keys and values of 3 layers, in pages of 2 tokens, 1 head and 4 or 2 values."""
+    return [torch.rand(3, rows, 2, 1, size) for size in (4, 2)]
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_a_page_of_all_layers(by_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostDriver, "refuses_pitches", by_rows)
+    of_p, of_d = caches(9), caches(5)
+    before = [tensor.clone() for tensor in of_d]
+    memory = shared_memory(of_p)
+    assert [(part.start, part.rows, part.page_bytes) for part in memory.parts] == [
+        (BEFORE, 9, 32), (BEFORE, 9, 16),
+    ]  # fmt: skip
+    opened = CudaReader(of_d, is_required=True).open(memory)
+    assert opened.copy([(7, 1), (2, 4)], None) == 1e-3 and opened.link_rate() > 0
+    for source, target, old in zip(of_p, of_d, before, strict=True):
+        assert target[:, [1, 4]].equal(source[:, [7, 2]])
+        assert target[:, [0, 2, 3]].equal(old[:, [0, 2, 3]])
+    assert HostDriver.num_copies == (12 if by_rows else 4) + cuda_ipc.PROBES
+    opened.close()
+    opened.close()
+    assert HostDriver.opened == []
+
+
+def test_rows_that_are_too_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_ipc, "MAX_PITCH", 100)
+    of_p, of_d = caches(9), caches(5)
+    CudaReader(of_d, is_required=True).open(shared_memory(of_p)).copy([(7, 1)], None)
+    assert of_d[0][:, 1].equal(of_p[0][:, 7]) and of_d[1][:, 1].equal(of_p[1][:, 7])
+    assert HostDriver.num_copies == 6
+
+
+def test_memory_that_cannot_be_shared_or_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_p = caches(9)
+    memory = shared_memory(of_p)
+    first = of_p[1].data_ptr() - BEFORE
+    HostDriver.sizes[first] = BEFORE + of_p[1].nbytes - 1
+    with pytest.raises(PeerError, match=r"its cache ends after its allocation of \d+ bytes"):
+        CudaReader(caches(5), is_required=True).open(memory)
+    assert HostDriver.opened == []  # also the first one was closed
+    monkeypatch.setattr(HostDriver, "is_expandable", True)
+    with pytest.raises(ConfigError, match=r"drop expandable_segments of PYTORCH_CUDA_ALLOC_CONF"):
+        shared_memory(of_p)
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [("qwen3 gqa 3, tied", dict()), ("deepseek_v3 tied", dict(cache_dtype="fp8"))],
+)
+def test_the_text_is_that_of_one_engine(
+    case: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No page passes through D's host memory. They are stored there later."""
+    monkeypatch.setattr(roles, "uses_device", lambda asked, pages: asked.backend != "socket")
+    family, overrides = CASES[case]
+    make_tiny(tmp_path, family, **overrides)
+    config = config_of(tmp_path)
+    sizes = dict(slots=4, step_tokens=24, max_tokens=90) | sizes
+    p = WholeEngine(with_role(config, "prefill", "127.0.0.1:0"), pages=64, **sizes)
+    lender = p.runner.lender
+    assert lender is not None
+    host, port = lender.server.address
+    d = WholeEngine(with_role(config, "decode", f"{host}:{port}"), pages=48, host_gib=0.01, **sizes)
+    alone = WholeEngine(config, pages=64, **sizes)
+    remote = d.runner.remote
+    assert remote is not None
+    tickets = Tickets(remote, 4)
+    eventually(lambda: remote._client.reads_from(lender.engine))
+    prompts = [prompt for prompt in prompts_of(6) if len(prompt) > 12]
+    for i, prompt in enumerate(prompts):
+        alone.submit(i, prompt, 10)
+        alone.run()
+        p.loop.handle(spec_of(i, prompt, 1, lends=True))
+        p.run()
+        spec = spec_of(i, prompt, 10, ticket=json.loads(p.handovers[i])["nanovllm_ticket"])
+        tickets.offer(spec)
+        d.loop.handle(spec)
+        d.run()
+        assert d.cached[i] == (len(prompt) - 1) // 4 * 4
+    assert d.text == alone.text and len(prompts) >= 4
+    assert remote.counts == {"read": len(prompts)} and lender.server.counts["pages"] == 0
+    eventually(lambda: d.loop.step() or not d.scheduler.num_moving)
+    tiers = d.scheduler.stats().tiers
+    assert tiers["peer.hit_tokens"] == sum(d.cached.values())
+    assert tiers["host.load_bytes"] == 0 and tiers["host.stored"] >= tiers["peer.loaded"] > 0
+    d.memory.check()
+    remote.close()
+    eventually(lambda: not HostDriver.opened)
+    lender.close()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_without_a_gpu_the_backend_is_refused(role: str) -> None:
+    keys = ["device=cpu", "transfer.backend=cuda_ipc", "transfer.listen=127.0.0.1:0"]
+    keys += ["transfer.peers=[127.0.0.1:1]", "cache.host_gib=0.01", f"transfer.secret={SECRET}"]
+    config = load_config(None, keys, {"transfer.role": role})
+    with pytest.raises(ConfigError, match=r"transfer\.backend cuda_ipc needs a GPU; use auto or"):
+        build(config)
