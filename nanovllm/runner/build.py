@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import time
 from dataclasses import dataclass
 
@@ -72,7 +73,8 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
     log.info("sizing the cache, which compiles what the largest steps need")
     adapters = adapters_of(found.recipe, model)
     runner, recipe = with_caches(found, model, draft_model, adapters)
-    add_tiers(runner, config, found)
+    captured = threading.Event()
+    add_tiers(runner, config, found, captured)
     pages = HostPages(runner.caches, 0, runner.states.saved_NX)
     runner.lender = lender_of(config, found, pages, int(recipe.cache.pages))
     sized = time.perf_counter()
@@ -93,6 +95,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
     warm_up(runner, recipe)
     if not obstacles(recipe):
         capture(runner, recipe)
+    captured.set()
     runner.experts.tokens_X.zero_()
     log.info(
         "built %s",
@@ -238,11 +241,15 @@ def with_caches(
     return runner_with(num_pages, checkpoints), sized
 
 
-def add_tiers(runner: Runner, config: Config, found: Resolved) -> None:
-    """Allocate pages in host memory, and open the disk or connect to peers, by the recipe."""
+def add_tiers(runner: Runner, config: Config, found: Resolved, captured: threading.Event) -> None:
+    """Allocate pages in host memory, and open the disk or connect to peers, by the recipe.
+
+    `captured` is set after the capture of graphs, during which no other thread may use the device.
+    """
     if count := num_host_pages(found.recipe.cache, found.layout, found.page_tokens):
         pages = HostPages(runner.caches, count, runner.states.saved_NX)
-        open_below = remote_of(config, found, pages) or disk_of(config, found, pages.state_parts)
+        remote = remote_of(config, found, pages, captured)
+        open_below = remote or disk_of(config, found, pages.state_parts)
         runner.mover = Mover(pages, open_below)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from threading import Event
 from typing import Any
 
 import torch
@@ -147,10 +148,11 @@ def shared_memory(tensors: Sequence[Tensor]) -> DeviceMemory:
 class CudaReader:
     """Access of D to the memory of peers. `tensors` are D's own caches."""
 
-    def __init__(self, tensors: Sequence[Tensor], *, is_required: bool) -> None:
+    def __init__(self, tensors: Sequence[Tensor], usable: Event, *, is_required: bool) -> None:
         boot, pids = this_process()
         self.own = DeviceMemory(boot, pids, [part_of(tensor) for tensor in tensors])
         self.is_required = is_required
+        self.usable = usable
         self._tensors = tensors
 
     def open(self, memory: DeviceMemory) -> OpenMemory:

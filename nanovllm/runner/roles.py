@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from threading import Event
 from typing import TypeAlias
 
 import torch
@@ -38,8 +39,13 @@ def check_role(found: Resolved) -> TransferRole | None:
     return asked
 
 
-def remote_of(config: Config, found: Resolved, pages: HostPages) -> OpenRemote | None:
-    """Return a function that connects a decode server to its peers; None for other servers."""
+def remote_of(
+    config: Config, found: Resolved, pages: HostPages, captured: Event
+) -> OpenRemote | None:
+    """Return a function that connects a decode server to its peers; None for other servers.
+
+    Threads use the device only after `captured` has been set.
+    """
     asked = check_role(found)
     if asked is None or asked.role != "decode":
         return None
@@ -49,7 +55,7 @@ def remote_of(config: Config, found: Resolved, pages: HostPages) -> OpenRemote |
         identity=identity,
         page_bytes=pages.page_bytes,
         state_parts=pages.state_parts,
-        memory=reader_of(asked, pages),
+        memory=reader_of(asked, pages, captured),
     )
     peers = [address_of(peer, "transfer.peers") for peer in asked.peers]
     return partial(RemotePages, peers, secret_for(asked), limits)
@@ -98,11 +104,11 @@ def offered_memory(asked: TransferRole, pages: HostPages) -> DeviceMemory | None
         return None
 
 
-def reader_of(asked: TransferRole, pages: HostPages) -> MemoryReader | None:
+def reader_of(asked: TransferRole, pages: HostPages, captured: Event) -> MemoryReader | None:
     """Return access to the memory of prefill servers of this host; None to read by socket only."""
     if not uses_device(asked, pages):
         return None
-    return CudaReader(pages.tensors, is_required=asked.backend == "cuda_ipc")
+    return CudaReader(pages.tensors, captured, is_required=asked.backend == "cuda_ipc")
 
 
 def uses_device(asked: TransferRole, pages: HostPages) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +77,7 @@ class MemoryReader(Protocol):
     """Access to the memory of peers."""
 
     own: DeviceMemory  # D's, without handles
+    usable: threading.Event  # set once threads may use the device; peers are connected after it
     is_required: bool  # False: a peer whose memory cannot be opened sends its pages by socket
 
     def open(self, memory: DeviceMemory) -> OpenMemory:

@@ -207,6 +207,8 @@ class PeerReader:
 
     def _run(self) -> None:
         """Connect, and again after each fault. Log the first fault only, until a connection."""
+        if self._limits.memory is not None:
+            self._limits.memory.usable.wait()
         pause, is_logged = RETRY_S, False
         while not self._closing.is_set():
             try:

@@ -6,6 +6,7 @@ import ctypes
 import json
 import struct
 from pathlib import Path
+from threading import Event
 from typing import Any, ClassVar
 
 import pytest
@@ -105,7 +106,7 @@ def test_a_page_of_all_layers(by_rows: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert [(part.start, part.rows, part.page_bytes) for part in memory.parts] == [
         (BEFORE, 9, 32), (BEFORE, 9, 16),
     ]  # fmt: skip
-    opened = CudaReader(of_d, is_required=True).open(memory)
+    opened = CudaReader(of_d, Event(), is_required=True).open(memory)
     assert opened.copy([(7, 1), (2, 4)], None) == 1e-3 and opened.link_rate() > 0
     for source, target, old in zip(of_p, of_d, before, strict=True):
         assert target[:, [1, 4]].equal(source[:, [7, 2]])
@@ -119,7 +120,7 @@ def test_a_page_of_all_layers(by_rows: bool, monkeypatch: pytest.MonkeyPatch) ->
 def test_rows_that_are_too_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_ipc, "MAX_PITCH", 100)
     of_p, of_d = caches(9), caches(5)
-    CudaReader(of_d, is_required=True).open(shared_memory(of_p)).copy([(7, 1)], None)
+    CudaReader(of_d, Event(), is_required=True).open(shared_memory(of_p)).copy([(7, 1)], None)
     assert of_d[0][:, 1].equal(of_p[0][:, 7]) and of_d[1][:, 1].equal(of_p[1][:, 7])
     assert HostDriver.num_copies == 6
 
@@ -130,7 +131,7 @@ def test_memory_that_cannot_be_shared_or_opened(monkeypatch: pytest.MonkeyPatch)
     first = of_p[1].data_ptr() - BEFORE
     HostDriver.sizes[first] = BEFORE + of_p[1].nbytes - 1
     with pytest.raises(PeerError, match=r"its cache ends after its allocation of \d+ bytes"):
-        CudaReader(caches(5), is_required=True).open(memory)
+        CudaReader(caches(5), Event(), is_required=True).open(memory)
     assert HostDriver.opened == []  # also the first one was closed
     monkeypatch.setattr(HostDriver, "is_expandable", True)
     with pytest.raises(ConfigError, match=r"drop expandable_segments of PYTORCH_CUDA_ALLOC_CONF"):

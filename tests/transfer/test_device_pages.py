@@ -43,6 +43,8 @@ class Reader:
     def __init__(self, *engines: PrefillEngine, is_required: bool = True) -> None:
         self.own = OWN
         self.is_required = is_required
+        self.usable = threading.Event()
+        self.usable.set()
         self.pools = {engine.engine.encode(): engine.pool for engine in engines}
         self.pages: dict[int, bytes] = {}
         self.opened: list[bytes] = []
@@ -275,6 +277,19 @@ def test_a_long_ticket_is_copied_in_parts_with_heartbeats(
         ok, arrivals = fetch(d, p.ticket(*range(1, 13)))
         assert ok and len(arrivals.filled) == 12 and p.now == 42
         assert [reader.pages[1 + i] for i in range(12)] == p.pool[1:13]
+
+
+def test_peers_are_connected_once_the_device_is_usable(p: PrefillEngine) -> None:
+    """A call of CUDA by another thread would break the capture of a graph."""
+    reader = Reader(p)
+    reader.usable.clear()
+    limits = msgspec.structs.replace(LIMITS, memory=reader)
+    d = PageClient([p.server.address], SECRET, limits, lambda: None)
+    time.sleep(0.1)
+    assert not d.reads_from("p1") and not reader.opened
+    reader.usable.set()
+    eventually(lambda: d.reads_from("p1"))
+    d.close()
 
 
 def test_a_page_that_the_cache_does_not_have(
