@@ -22,10 +22,10 @@ SMALL = ("--device", "cuda", "--set", "cache.pages=400", "--set", "schedule.slot
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[Server]:
+def serving(*arguments: str, environment: dict[str, str] | None = None) -> Iterator[Server]:
     """Start a server. An error inside the block shows its output and the stacks of its threads."""
     began = time.monotonic()
-    server = start(*arguments, limit_s=START_S)
+    server = start(*arguments, limit_s=START_S, environment=environment)
     log.info("%.1f s to start %s", time.monotonic() - began, " ".join(arguments))
     try:
         yield server

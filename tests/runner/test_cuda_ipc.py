@@ -117,6 +117,17 @@ def test_a_page_of_all_layers(by_rows: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert HostDriver.opened == []
 
 
+def test_consecutive_pages_are_one_copy() -> None:
+    pages = [(4, 2), (3, 1), (7, 5), (8, 4), (5, 3), (9, 5 + 20)]
+    assert cuda_ipc.runs(pages) == [(3, 1, 3), (7, 5, 1), (8, 4, 1), (9, 25, 1)]
+    assert cuda_ipc.runs([]) == []
+    of_p, of_d = caches(9), caches(5)
+    CudaReader(of_d, Event(), is_required=True).open(shared_memory(of_p)).copy(
+        [(7, 3), (6, 2)], None
+    )
+    assert of_d[0][:, 2:4].equal(of_p[0][:, 6:8]) and HostDriver.num_copies == 2
+
+
 def test_rows_that_are_too_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_ipc, "MAX_PITCH", 100)
     of_p, of_d = caches(9), caches(5)
