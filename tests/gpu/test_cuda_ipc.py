@@ -281,7 +281,8 @@ def test_two_servers_answer_as_one_does(places: tuple[int, int]) -> None:
             alone, none = answer_of(post(d.url, body | {"cache_salt": "alone"}))
             assert cached == params["remote_num_tokens"] >= PAGE_TOKENS and none == 0
             assert text == alone and text
-            assert answer_of(post(d.url, body)) == (text, cached)  # the pages stay usable
+            again, reused = answer_of(post(d.url, body))
+            assert again == text and reused >= cached  # the pages stay usable
         assert any("first copy of" in line for line in d.lines)
         assert not any("computes its prompt here" in line for line in d.lines)
         body = question("Alan")

@@ -17,6 +17,7 @@ from nanovllm.engine.tickets import Tickets
 from nanovllm.runner import cuda_ipc, roles
 from nanovllm.runner.build import build
 from nanovllm.runner.cuda_ipc import Copy2D, CudaReader, DriverError, shared_memory
+from nanovllm.transfer.leases import Lease
 from nanovllm.transfer.sealed import PeerError
 from tests.kv.disk.stores import eventually
 from tests.models.tiny import CASES, config_of, make_tiny
@@ -151,12 +152,16 @@ def test_memory_that_cannot_be_shared_or_opened(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("case", "sizes"),
-    [("qwen3 gqa 3, tied", dict()), ("deepseek_v3 tied", dict(cache_dtype="fp8"))],
+    [
+        ("qwen3 gqa 3, tied", dict()),
+        ("deepseek_v3 tied", dict(cache_dtype="fp8")),
+        ("qwen3_next", dict(checkpoints=8)),
+    ],
 )
 def test_the_text_is_that_of_one_engine(
     case: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No page passes through D's host memory. They are stored there later."""
+    """No page passes through D's host memory, only states do. Pages are stored there later."""
     monkeypatch.setattr(roles, "uses_device", lambda asked, pages: asked.backend != "socket")
     family, overrides = CASES[case]
     make_tiny(tmp_path, family, **overrides)
@@ -170,7 +175,8 @@ def test_the_text_is_that_of_one_engine(
     alone = WholeEngine(config, pages=64, **sizes)
     remote = d.runner.remote
     assert remote is not None
-    tickets = Tickets(remote, 4)
+    tickets, ended = Tickets(remote, 4), list[Lease]()
+    lender.call_when_ended(ended.append)
     eventually(lambda: remote._client.reads_from(lender.engine))
     prompts = [prompt for prompt in prompts_of(6) if len(prompt) > 12]
     for i, prompt in enumerate(prompts):
@@ -183,12 +189,16 @@ def test_the_text_is_that_of_one_engine(
         d.loop.handle(spec)
         d.run()
         assert d.cached[i] == (len(prompt) - 1) // 4 * 4
+        eventually(lambda count=i + 1: len(ended) == count)
+        p.scheduler.take_back(ended[i].pages, ended[i].state)
     assert d.text == alone.text and len(prompts) >= 4
-    assert remote.counts == {"read": len(prompts)} and lender.server.counts["pages"] == 0
+    num_parts = len(prompts) * remote._limits.state_parts
+    assert remote.counts == {"read": len(prompts)} and lender.server.counts["pages"] == num_parts
     eventually(lambda: d.loop.step() or not d.scheduler.num_moving)
     tiers = d.scheduler.stats().tiers
     assert tiers["peer.hit_tokens"] == sum(d.cached.values())
-    assert tiers["host.load_bytes"] == 0 and tiers["host.stored"] >= tiers["peer.loaded"] > 0
+    assert tiers["host.load_bytes"] == num_parts * tiers["host.page_bytes"]
+    assert tiers["host.stored"] >= tiers["peer.loaded"] > 0
     d.memory.check()
     remote.close()
     eventually(lambda: not HostDriver.opened)
