@@ -2,7 +2,7 @@
 # Measure the records of README.md's tables on this machine, with random weights. Run it in the project's root:
 #   results/measure.sh [PART ...]       default parts: online offline kernels ablation sweep
 # Other parts: structured (the first of online), speculation, variants, peers, peers-offline, experts, fp8, latent,
-# hybrid, turns and tiers; for several GPUs ranks, lanes, replicas and four. The default parts take 20 minutes on one H200.
+# hybrid, turns and tiers; for several GPUs ranks, lanes, replicas, pair and four. The default parts take 20 minutes on one H200.
 # FLAGS: further flags of every run, such as FLAGS="--results-dir /tmp/results". RECIPES: replaces 0.6B and 8B.
 # RANKS: number of GPUs, 2 by default. VLLM_PYTHON: an interpreter with vLLM, for peers, peers-offline, experts and four.
 set -uo pipefail
@@ -152,6 +152,9 @@ measure() {
         for how in model.num_layers=16 quantize=fp8; do
             nanovllm bench --offline recipes/qwen3-next-80b-a3b.yaml --workload bs1-256,bs64,bs256-128,prefill "${common[@]}" --set parallel.tp=1 --set experts.routing=uniform --set $how || return
         done
+        ;;
+    pair) # prefill and decode apart on two GPUs, then two plain engines: 8,000 tokens in and 256 out, at 1, 2 and 3 requests/s
+        python3 -m tests.load.pair $large --set load.format=dummy --results-dir results ${flags[@]+"${flags[@]}"}
         ;;
     four) # four H200s: all of MiniMax-M2 over HTTP and of Qwen3-Next, also with vLLM; first layers of R1, tensor- and data-parallel
         export VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random VLLM_ALLREDUCE_USE_SYMM_MEM=0

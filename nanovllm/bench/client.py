@@ -37,6 +37,7 @@ class Share(Struct, frozen=True):
     conversations: list[Conversation]
     due_s: list[float]  # start times of conversations; empty: each lane starts the next when free
     num_lanes: int  # closed loop: conversations that this process holds at a time
+    prefill_url: str = ""  # of a server that gets each request first; "": none
 
 
 class Done(Struct):
@@ -171,6 +172,77 @@ class Channel(asyncio.Protocol):
             self._over.set_result(None)
 
 
+class PrefillChannel(Channel):
+    """A connection to a prefill server, whose answers are JSON."""
+
+    @property
+    def answer(self) -> bytes:
+        return self._rest
+
+    def on_body(self, body: bytes) -> None:
+        self._rest += body
+
+    def on_message_complete(self) -> None:
+        status = self._parser.get_status_code()
+        text = self._rest[:200].decode(errors="replace")
+        self._end("" if status == 200 else f"prefill server: HTTP {status}: {text}")
+
+
+class _Handover(Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def prefill_leg(body: bytes) -> bytes:
+    """Return the request to a prefill server, as routers send it."""
+    fields = msgspec.json.decode(body)
+    fields.pop("stream_options", None)
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    return msgspec.json.encode(
+        {**fields, "stream": False, "max_tokens": 1, "kv_transfer_params": params}
+    )
+
+
+def decode_leg(body: bytes, answer: bytes) -> bytes:
+    """Return the request to a decode server, with the object of the prefill server's answer."""
+    params = msgspec.json.decode(answer, type=_Handover).kv_transfer_params
+    return body.rstrip()[:-1] + b',"kv_transfer_params":' + bytes(params) + b"}"
+
+
+class _Connections:
+    """Connections to one server, which are used again."""
+
+    def __init__(self, url: str, api_key: str | None, kind: type[Channel] = Channel) -> None:
+        self._kind = kind
+        self._idle: list[Channel] = []
+        self._url = urlsplit(url)
+        auth = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        host = self._url.netloc.rpartition("@")[2]
+        self._head = (
+            f"POST {self._url.path}/v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n{auth}"
+            "Content-Type: application/json\r\nContent-Length:"
+        )
+
+    async def ask(self, body: bytes) -> tuple[Sample, Channel | None]:
+        """Send a request. Return its sample, and the connection unless there is none."""
+        while self._idle and not self._idle[-1].is_open:
+            self._idle.pop()
+        try:
+            channel = self._idle.pop() if self._idle else await self._connect()
+        except OSError as error:
+            return Sample(time.perf_counter(), [], error=f"cannot connect: {error}"), None
+        sample = await channel.ask(f"{self._head} {len(body)}\r\n\r\n".encode() + body)
+        if channel.is_open:
+            self._idle.append(channel)
+        return sample, channel
+
+    async def _connect(self) -> Channel:
+        host, loop = self._url.hostname or "", asyncio.get_running_loop()
+        tls, port = (True, 443) if self._url.scheme == "https" else (None, 80)
+        port = self._url.port or port
+        _, channel = await loop.create_connection(self._kind, host, port, ssl=tls)
+        return channel
+
+
 class _Driver:
     """Runner of one share of requests. Samples of finished ones are in `samples`."""
 
@@ -178,14 +250,10 @@ class _Driver:
         self.samples: list[Sample] = []
         self._share, self._shared = share, shared
         self._start = time.perf_counter()
-        self._idle: list[Channel] = []
-        self._url = urlsplit(share.url)
-        auth = f"Authorization: Bearer {share.api_key}\r\n" if share.api_key else ""
-        host = self._url.netloc.rpartition("@")[2]
-        self._head = (
-            f"POST {self._url.path}/v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n{auth}"
-            "Content-Type: application/json\r\nContent-Length:"
-        )
+        self._server = _Connections(share.url, share.api_key)
+        self._prefill: _Connections | None = None
+        if share.prefill_url:
+            self._prefill = _Connections(share.prefill_url, share.api_key, PrefillChannel)
 
     async def run(self) -> Done:
         cpu = time.process_time()
@@ -227,23 +295,15 @@ class _Driver:
             self._shared.finished(sample.output_tokens)
 
     async def _send(self, body: bytes) -> Sample:
-        while self._idle and not self._idle[-1].is_open:
-            self._idle.pop()
-        try:
-            channel = self._idle.pop() if self._idle else await self._connect()
-        except OSError as error:
-            return Sample(time.perf_counter(), [], error=f"cannot connect: {error}")
-        sample = await channel.ask(f"{self._head} {len(body)}\r\n\r\n".encode() + body)
-        if channel.is_open:
-            self._idle.append(channel)
+        if self._prefill is None:
+            sample, _ = await self._server.ask(body)
+            return sample
+        first, channel = await self._prefill.ask(prefill_leg(body))
+        if first.error or not isinstance(channel, PrefillChannel):
+            return first
+        sample, _ = await self._server.ask(decode_leg(body, channel.answer))
+        sample.sent = first.sent  # the client waits for both
         return sample
-
-    async def _connect(self) -> Channel:
-        host, loop = self._url.hostname or "", asyncio.get_running_loop()
-        tls, port = (True, 443) if self._url.scheme == "https" else (None, 80)
-        port = self._url.port or port
-        _, channel = await loop.create_connection(Channel, host, port, ssl=tls)
-        return channel
 
 
 def main(share: Share, shared: RunState, pipe: Connection) -> None:

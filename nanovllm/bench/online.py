@@ -11,6 +11,7 @@ from functools import partial
 from itertools import takewhile
 from multiprocessing.connection import Connection, wait
 from threading import BrokenBarrierError
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -50,7 +51,8 @@ class ServerFacts(Struct, frozen=True):
 class _Api:
     """Client for the requests that are not measured."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
+    def __init__(self, url: str, api_key: str | None, prefill_url: str = "") -> None:
+        self.prefill_url = ROUTE.sub("", prefill_url)
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url {url}: write it as http://host:port")
@@ -101,12 +103,14 @@ def measure_server(
     bar: ProgressBar,
     server: LiveServer | None = None,
     command: str = "",
+    prefill_url: str = "",
 ) -> Outcome:
     """Warm up, send the load, and read the server's metrics.
 
     `config`, or another engine's `command`, started the server. `server`: its process, if local.
+    `prefill_url` is that of a prefill server, to which each request is sent first.
     """
-    api = _Api(url, api_key)
+    api = _Api(url, api_key, prefill_url)
     with api.http:
         served, load = ask_server(api, load)
         if config is not None and served.model not in config.model_names:
@@ -135,20 +139,21 @@ def measure_server(
         goals_ms=goals_ms,
         recipe=peer if config is None else msgspec.to_builtins(config.recipe),
         changed=flags(shown) if config is None else config.changed,
-        workload=msgspec.to_builtins(load)
-        | {
-            "name": load.name,
-            "digest": digest_of(load, served.wording),
-            "warmup": num_warm,
-            "processes": processes,
-        }
-        | load.described,
+        workload=described(load, served.wording)
+        | {"warmup": num_warm, "processes": processes}
+        | ({"prefill_url": api.prefill_url} if prefill_url else {}),
         engine=engine_facts(before, after, peaks) | cpu_facts(cpu_before, cpu_after, tokens),
         more={"client_busy": result.busy}
         | speculation(before, after)
         | ({"start_to_ready_s": server.ready_s} if server else {}),
         conversations=agent_facts(result.samples, before, after) if is_agents else {},
     )
+
+
+def described(load: ServerLoad, wording: Wording) -> dict[str, Any]:
+    """Return a record's description of a load."""
+    own = {"name": load.name, "digest": digest_of(load, wording)}
+    return msgspec.to_builtins(load) | own | load.described
 
 
 def digest_of(load: ServerLoad, wording: Wording) -> str:
@@ -225,7 +230,12 @@ def run(
     try:
         for at in range(count):
             share = client.Share(
-                url=api.url, api_key=api.api_key, conversations=texts, due_s=[], num_lanes=0
+                url=api.url,
+                api_key=api.api_key,
+                conversations=texts,
+                due_s=[],
+                num_lanes=0,
+                prefill_url=api.prefill_url,
             )
             if load.concurrency is None:  # each process has its own arrivals
                 share = replace(share, conversations=texts[at::count], due_s=due[at::count])

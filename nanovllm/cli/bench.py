@@ -163,7 +163,7 @@ def run(options: Options, config: Config | None, records: list[record.Record]) -
             load, config, url=url, server=server, command=options.served_by,
             api_key=options.api_key or key, goals_ms=goals_ms, warmup=options.warmup,
             processes=options.processes or max(1, min(4, (os.cpu_count() or 2) // 2)),
-            bar=progress_bar,
+            bar=progress_bar, prefill_url=options.prefill_url,
         ) for load in loads)  # fmt: skip
         records += (publish(options, outcome) for outcome in outcomes)
 

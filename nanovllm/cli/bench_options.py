@@ -25,7 +25,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 # Values of the command line by option, converted by click. num_prompts is 0 if it is not given.
 Options = SimpleNamespace
 
-OF_A_SERVER = ("url", "served_by", "sweep", "goodput", "processes")
+OF_A_SERVER = ("url", "prefill_url", "served_by", "sweep", "goodput", "processes")
 OF_AGENTS = ("sessions", "turns", "shared_len", "growth", "answers", "longest", "pauses")
 NOT_OF_AGENTS = {*Workload.__struct_fields__} - {*AgentLoad.__struct_fields__}
 ONLINE_ONLY = {*Workload.__struct_fields__, *OF_A_SERVER, *OF_AGENTS} - {"seed", "adapters"}
@@ -64,6 +64,9 @@ AGENTS = "Agents (--workload agents)"
 GIVEN: tuple[Callable[[Function], Function], ...] = (
     option("--url", metavar="URL", group=SERVED,
            help=f"Drive the server at this address (default {DEFAULT_URL})."),
+    option("--prefill-url", default="", metavar="URL", group=SERVED,
+           help="Send each request to this prefill server first, as a router does. --url, or the "
+                "server of --start, is the decode server."),
     option("--api-key", metavar="KEY", group=SERVED,
            help="Send this key (default: $NANOVLLM_API_KEY)."),
     option("--start", is_flag=True, group=SERVED,
