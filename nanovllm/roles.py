@@ -19,8 +19,8 @@ class TransferRole(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     listen: str | None = None  # HOST:PORT where a prefill server offers its pages
     peers: list[str] = field(default_factory=list)  # HOST:PORT of the prefill servers, for decode
     secret: str | None = None  # the same on all; None: the value of NANOVLLM_TRANSFER_SECRET
-    # cuda_ipc: peers of this host and socket: any. auto: cuda_ipc where it is possible, else socket
-    backend: Literal["auto", "cuda_ipc", "socket"] = "auto"
+    # cuda_ipc: from GPU to GPU of one host. auto: cuda_ipc where it is possible, else socket
+    backend: Literal["auto", "cuda_ipc", "nixl", "socket"] = "auto"
 
 
 def check(transfer: TransferRole | None, host_gib: float, disk: object, num_engines: int) -> None:
@@ -33,6 +33,8 @@ def check(transfer: TransferRole | None, host_gib: float, disk: object, num_engi
     for name, address in (("listen", transfer.listen), *(("peers", p) for p in transfer.peers)):
         if address is not None:
             address_of(address, f"transfer.{name}")
+    if transfer.backend == "nixl":
+        raise ConfigError("transfer.backend nixl is not in this release; use auto or socket")
     if transfer.role is None:
         raise ConfigError("transfer needs a role: add --role prefill or --role decode")
     if transfer.role == "prefill":

@@ -152,8 +152,9 @@ def measure_server(
 
 def described(load: ServerLoad, wording: Wording) -> dict[str, Any]:
     """Return a record's description of a load."""
+    found: dict[str, Any] = msgspec.to_builtins(load)
     own = {"name": load.name, "digest": digest_of(load, wording)}
-    return msgspec.to_builtins(load) | own | load.described
+    return found | own | load.described
 
 
 def digest_of(load: ServerLoad, wording: Wording) -> str:
