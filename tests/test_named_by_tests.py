@@ -104,7 +104,8 @@ DRIVEN_BY = {
     "tests/paper/test_arriving.py": """
         nanovllm/kv/below.py nanovllm/kv/costs.py nanovllm/kv/page_moves.py
         nanovllm/kv/tiered.py nanovllm/kv/tiers.py""",
-    "tests/paper/test_disk.py": "nanovllm/kv/page_writes.py nanovllm/kv/tier_counts.py",
+    "tests/paper/test_disk.py": """
+        nanovllm/kv/page_writes.py nanovllm/kv/store_queue.py nanovllm/kv/tier_counts.py""",
     "tests/kv/disk/test_store_faults.py": """
         nanovllm/kv/disk/folder.py nanovllm/kv/disk/format.py nanovllm/kv/disk/health.py
         nanovllm/kv/disk/index.py nanovllm/kv/disk/limits.py""",

@@ -87,6 +87,7 @@ class HybridMemory(TieredMemory):
         self._saves: dict[int, int] = {}  # for the next plan: slot by checkpoint
         # Page keys and tokens of states that loads bring, by ticket.
         self._fetches: dict[int, tuple[PageKeys, int]] = {}
+        self._unissued: set[Key] = set()  # of states that the plan under construction saves
         self._to_store: dict[Key, None] = {}  # pages whose states are not on the disk, in order
         self._storing: dict[int, int] = {}  # held checkpoints, by the ticket of their store
 
@@ -183,15 +184,24 @@ class HybridMemory(TieredMemory):
         return super().has_moves or (bool(self._to_store) and self.tier.may_store_state)
 
     def taken_moves(self) -> Moves | None:
+        """Also start the store of a state. The present plan has not been launched yet.
+
+        So a state that this plan saves is not stored. A later request may do that.
+        """
         while self._to_store and self.tier.may_store_state:
             key = next(iter(self._to_store))
             del self._to_store[key]
+            if key in self._unissued:
+                continue
             state = self.states.get(key)
             if state is None or self.tier.has_state(key):
                 continue
+            self.states.hold(state.id)  # before slots are freed, which may remove this state
             if ticket := self.tier.start_state_store(key, state.id):
-                self.states.hold(state.id)
                 self._storing[ticket] = state.id
+            else:
+                self.states.drop(state.id)
+        self._unissued.clear()
         return super().taken_moves()
 
     def arrived(self, request_id: int) -> Found | None:
@@ -263,6 +273,7 @@ class HybridMemory(TieredMemory):
         self._num_releases += bool(self._unpublished)
         for place, keys, num_tokens in self._unpublished.values():
             self.states.put(place, keys, num_tokens)
+        self._unissued = set(self._unpublished)
         self._unpublished.clear()
 
     def extend(self, request_id: int, num_tokens: int) -> list[int] | None:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
+
+from nanovllm.kv.hybrid import HybridMemory
+from nanovllm.kv.keys import PageKeys
+from nanovllm.kv.tiers import HostTier
+from nanovllm.plan import Moved
 from nanovllm.wire import Abort, FinishReason
 from tests.paper.engine import PaperEngine, generate
 from tests.paper.gpu import POISON
@@ -33,6 +39,50 @@ def test_states_come_back_from_disk_with_their_pages() -> None:
     engine.finish_all()
     assert engine.cached[2] == 24 and right(engine, 2, A, 3)
     assert tiers(engine)["disk.loaded"] == before + 6 and tiers(engine)["disk.failed"] == 0
+
+
+class TwoParts:
+    """An empty disk. A state has two parts."""
+
+    is_remote = False
+
+    def holds(self, key: bytes) -> bool:
+        return False
+
+    def keys_of_parts(self, key: bytes) -> list[bytes]:
+        return [b"0" + key, b"1" + key]
+
+    def state_keys(self, key: bytes) -> list[bytes]:
+        return []
+
+
+def test_a_place_is_not_given_away_during_the_store_of_its_state() -> None:
+    """The state's parts take the slot of its page, so that the state itself is removed."""
+    tier = HostTier(2, below=TwoParts())
+    memory = HybridMemory(4, 4, 1, tier=tier)
+    keys, states = PageKeys(array("i", range(9)), "", 4), memory.states
+    states.put(states.take(4), keys, 4)
+    tier.start_store({keys.full(0): 1}, set())
+    tier.end_store(1, ok=True)
+    memory._to_store[keys.full(0)] = None
+    moves = memory.taken_moves()
+    assert moves is not None and [one.state_to for one in moves.stores] == [-1, 0]
+    assert states.get(keys.full(0)) is None and states.take(100) == -1
+    memory.moved(Moved(2))
+    assert states.take(100) == 0
+
+
+def test_a_state_that_the_present_plan_saves_is_not_stored() -> None:
+    """The store would begin before the plan, and read the place's former content."""
+    for is_issued in (False, True):
+        memory = HybridMemory(4, 4, 1, tier=HostTier(4, below=TwoParts()))
+        keys = PageKeys(array("i", range(9)), "", 4)
+        memory._unpublished[keys.full(0)] = memory.states.take(4), keys, 4
+        memory.publish()
+        if is_issued:
+            assert memory.taken_moves() is None
+        memory._to_store[keys.full(0)] = None
+        assert (memory.taken_moves() is not None) is is_issued
 
 
 def test_a_state_that_cannot_be_read_is_computed() -> None:
