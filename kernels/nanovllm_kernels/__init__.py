@@ -16,7 +16,7 @@ CHECKED = {  # folder: module: names of its case.Kernel objects, which are upper
         "latent_store": "latent_store",
         "cute_cases": "paged_decode_cute latent_decode_cute",
     },
-    "adapters": {"deltas": "add_deltas"},
+    "adapters": {"deltas": "add_deltas gated_deltas"},
     "delta": {
         "cases": "delta_decode delta_drafted delta_ordered delta_ordered_drafted delta_prefill"
     },

@@ -97,9 +97,12 @@ class Linear(Layer):
 
     def adapted_product(self, x_TD: Tensor, rows: AdaptedRows) -> Tensor:
         """Return y_TN with the deltas of adapters. No other operation is fused with it."""
-        unfused = self.ops.by_rows(self.operand, Fusion())[len(x_TD)]
-        y_TN: Tensor = unfused.run(x_TD, self.operand)
+        y_TN = self._unfused(x_TD)
         return y_TN if self.delta is None else self.delta.add(x_TD, y_TN, rows)
+
+    def _unfused(self, x_TD: Tensor) -> Tensor:
+        y_TN: Tensor = self.ops.by_rows(self.operand, Fusion())[len(x_TD)].run(x_TD, self.operand)
+        return y_TN
 
 
 class NormLinear(Linear):
@@ -156,6 +159,8 @@ class NormLinear(Linear):
 
     def _adapted(self, residual: Residual, rows: AdaptedRows) -> tuple[Tensor, Added]:
         x_TD, stream = self.ops.norm(residual, self.norm_weight, self.eps)
+        if self.gated and self.delta is not None:
+            return self.delta.add_gated(x_TD, self._unfused(x_TD), rows), stream
         y_TN = self.adapted_product(x_TD, rows)
         return self.ops.silu_mul(y_TN) if self.gated else y_TN, stream
 
@@ -188,11 +193,15 @@ class AddLinear(Linear):
         `rows`: add the deltas of adapters. Each rank adds its part before the sum over ranks.
         """
         chosen = self.by_rows[len(residual.stream_TD)]
+        if chosen.fused.residual:
+            stream_TD = chosen.run(x, self.operand, residual_TN=residual.stream_TD)
+            if rows is not None and self.delta is not None:
+                assert isinstance(x, Tensor)
+                stream_TD = self.delta.add(x, stream_TD, rows)
+            return Added(stream_TD)
         if rows is not None:
             assert isinstance(x, Tensor)
             y: Any = self.adapted_product(x, rows)
-        elif chosen.fused.residual:
-            return Added(chosen.run(x, self.operand, residual_TN=residual.stream_TD))
         else:
             y = chosen.run(x, self.operand)
         if self.mesh.tp_size > 1:

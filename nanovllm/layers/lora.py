@@ -1,7 +1,9 @@
 """Delta of one product by LoRA adapters: y += s (x A^T) B^T, for the rows that have an adapter.
 
-Decision: the delta is added to a product without fused operations. It needs the normalised input,
-and must come before the gate and before the sum over ranks. Only steps with an adapter pay for it.
+Decision: the product before a delta takes the normalised input from memory and applies no gate. The
+launch that adds the delta applies it. An addition of the residual stream stays in the product if
+no sum over ranks follows, and the delta is added to the stream. Steps without an adapter pay
+nothing.
 """
 
 from __future__ import annotations
@@ -41,11 +43,19 @@ class Delta:
     a_RID: Tensor  # A of each of the product's parts, which have their own inputs' matrices
     b_RN: Tensor  # B, times the scale
     widths: tuple[int, ...]  # columns of each part
-    add_deltas: Callable[..., None]  # nanovllm_kernels.adapters.reference.add_deltas
+    add_deltas: Callable[..., Tensor]  # nanovllm_kernels.adapters.reference.add_deltas
 
     def add(self, x_TD: Tensor, y_TN: Tensor, rows: AdaptedRows) -> Tensor:
         """Add the deltas to y, in place, and return it. Columns that only pad y stay."""
-        self.add_deltas(
+        self._call(x_TD, y_TN, rows, gated=False)
+        return y_TN
+
+    def add_gated(self, x_TD: Tensor, y_T2F: Tensor, rows: AdaptedRows) -> Tensor:
+        """Return silu(gate) * up of y plus the deltas. May overwrite y."""
+        return self._call(x_TD, y_T2F, rows, gated=True)
+
+    def _call(self, x_TD: Tensor, y_TN: Tensor, rows: AdaptedRows, *, gated: bool) -> Tensor:
+        result: Tensor = self.add_deltas(
             x_TD,
             y_TN[:, : self.b_RN.shape[1]],
             self.a_RID,
@@ -54,8 +64,9 @@ class Delta:
             adapter_T=rows.adapter_T,
             owner_P=rows.owner_P,
             tables=rows.tables,
+            gated=gated,
         )
-        return y_TN
+        return result
 
     def absorbed_query(self, q_THA: Tensor, rows: AdaptedRows) -> Tensor:
         """Return what adapters of a latent's keys add to queries in the latent space, as x_THX.

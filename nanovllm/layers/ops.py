@@ -69,7 +69,7 @@ class Ops:
     latent_store: Callable[..., Tensor] = latent_store
     experts: ExpertKernels = TORCH
     delta: DeltaKernels = delta_kernels.TORCH
-    add_deltas: Callable[..., None] = add_deltas
+    add_deltas: Callable[..., Tensor] = add_deltas
     multiply: Multiply = F.linear  # products without a kernel: run(x_TD, weight_ND) -> y_TN
     products: tuple[ProductKernel, ...] = LIBRARY  # for every weight, in order of preference
     invariant: bool = False  # no result of a row depends on the other rows

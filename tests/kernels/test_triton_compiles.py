@@ -212,6 +212,10 @@ OTHERS = {
             "T=140 D=300 N=130+40 ranks=20+16 bfloat16",
             "T=33 D=160 N=64+40 ranks=8+16 float32",
         ),
+        "gated_deltas": (
+            "T=37 D=300 N=130+130 ranks=40+20+16 bfloat16",
+            "T=140 D=300 N=130+130 ranks=20+16 bfloat16",
+        ),
         "norm_quantise": ("normal T=7 D=1160",),
         "silu_mul_quantise": ("strided T=7 D=2320",),
         "sigmoid_mul": ("slices T=7 F=1000 bfloat16",),

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from nanovllm_kernels.norms.reference import silu_mul
+
 RANK_PAGE = 16  # ranks of a page
 NO_ADAPTER, NO_OWNER = -1, -2  # of a token, and of a page of ranks
 
@@ -27,9 +29,13 @@ def add_deltas(
     adapter_T: Tensor,
     owner_P: Tensor,
     tables: dict[str, Any] | None = None,
+    *,
+    gated: bool = False,
     multiply: Callable[[Tensor, Tensor], Tensor] = F.linear,
-) -> None:
-    """Add (x A^T) B of each token's adapter to y, in place.
+) -> Tensor:
+    """Add (x A^T) B of each token's adapter to y, in place, and return y.
+
+    `gated`: return silu(first half) * second half of y instead; y is then undefined.
 
     The product has I parts, of `widths` columns each, and each part has its own A. `adapter_T` are
     the adapters of tokens, int32, or NO_ADAPTER; rows of the latter are not written. `owner_P` are
@@ -42,6 +48,7 @@ def add_deltas(
     for part, (y_TX, b_RX) in enumerate(columns):
         h_TR = multiply(x_TD, a_RID[:, part]).masked_fill(~is_own_TR, 0)
         y_TX.copy_(torch.where(has_any_T1, y_TX + multiply(h_TR, b_RX.t()), y_TX))
+    return silu_mul(y_TN) if gated else y_TN
 
 
 def own_ranks(adapter_T: Tensor, owner_P: Tensor) -> Tensor:
