@@ -8,10 +8,10 @@ from nanovllm.kv.hybrid import HybridMemory
 
 def check_memory(memory: HybridMemory) -> None:
     assert not memory._unpublished and set(memory._texts) == set(memory._holdings)
-    check_states(
-        memory.states,
-        sum(text.place >= 0 for text in memory._texts.values()) + len(memory._fetches),
-    )
+    num_arriving = sum(load.state_to >= 0 for load in memory.tier.loads.values())
+    assert num_arriving == len(memory._fetches)
+    num_saving = sum(text.place >= 0 for text in memory._texts.values())
+    check_states(memory.states, num_saving + num_arriving)
     assert all(key in memory._page_of or key in memory.tier for key in memory.states._of), (
         "a state without its page"
     )
@@ -19,8 +19,9 @@ def check_memory(memory: HybridMemory) -> None:
 
 def check_states(states: Checkpoints, num_taken: int = 0) -> None:
     """Check the checkpoints. `num_taken` places are reserved and not used yet."""
-    num_taken += len(states._orphans)
-    assert len(states._blank) + len(states._of) + num_taken == states.count, "a place is lost"
+    num_used = len(states._of) + len(states._orphans) + num_taken
+    assert len(states._blank) + num_used == states.count, "a place is lost"
+    assert all(states._num_holders_C[place] > 0 for place in states._orphans)
     kept = [one for one in states._by_id if one is not None]
     assert len(kept) == len(states._of) == states.sizes["kept"]
     assert set(kept) == set(states._of.values())

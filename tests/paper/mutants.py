@@ -29,6 +29,8 @@ TIERED, TIERS, LOOP = (
     "nanovllm/engine/loop.py",
 )
 WRITES, QUEUED = "nanovllm/kv/page_writes.py", "nanovllm/kv/store_queue.py"
+REMOTE, TICKETS = "nanovllm/transfer/remote_pages.py", "nanovllm/transfer/tickets.py"
+HANDOVER = "test_the_text_is_right_whatever_happens_to_the_engines"
 BATCH, DRAFTER = "nanovllm/runner/batch.py", "nanovllm/spec/model_drafter.py"
 
 MUTANTS = [
@@ -245,4 +247,12 @@ MUTANTS = [
     Mutant("a failed fetch leaves its slot with content", TIERS, "if ok and not load.is_void and key not in self._kept and key not in self._storing:", "if key not in self._kept:", "test_a_page_that_cannot_be_read_is_computed"),
     Mutant("device: copies nothing", PAPER, "            self.memory[dst] = self.memory[src].copy()\n", "            pass\n", "test_no_page_of_a_corrupted_request_is_found_again"),
     Mutant("device: cleans nothing", PAPER, "        for page in plan.clean:\n            self.memory[page] = [BLANK] * self.page_tokens\n", "", "test_pages_of_a_corrupted_request_are_cleaned_once_for_their_next_owner"),
+    Mutant("a state of a failed fetch is used", HYBRID, "if ok and keys.last(num_tokens) in self._page_of:", "if True:", HANDOVER),
+    Mutant("a lent state is not held", HYBRID, "            self.states.hold(state.id)\n", "            pass\n", HANDOVER),
+    Mutant("a held state is overwritten", STATES, "        values_C[self._num_holders_C > 0] = np.inf\n", "", HANDOVER),
+    Mutant("lent pages are not held", MEMORY, "            self.pool.hold(page)\n        return Lent(", "            pass\n        return Lent(", HANDOVER),
+    Mutant("slots of a state are lost", TIERS, "        self._free += load.state.values()\n", "", HANDOVER),
+    Mutant("a ticket serves any prompt", REMOTE, " or key_of(count - 1) != ticket.text:", ":", HANDOVER),
+    Mutant("unread tickets are not declined", REMOTE, "if not offer.is_read and all(", "if False and all(", HANDOVER),
+    Mutant("weights are not compared", TICKETS, "if ticket.identity != identity:", "if False:", HANDOVER),
 ]  # fmt: skip
