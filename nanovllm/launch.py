@@ -42,6 +42,7 @@ from nanovllm.fleet import Fleet
 from nanovllm.ipc.channel import make_private
 from nanovllm.parallel.places import places_of
 from nanovllm.rank_check import check_ranks
+from nanovllm.roles import for_engine
 from nanovllm.server.probe import parser_of
 from nanovllm.watch import TICK_S, Child, StartingChildren, ending, endings
 
@@ -78,7 +79,9 @@ def engine_processes(config: Config) -> Iterator[tuple[list[str], Fleet]]:
         if len(os.fsencode(last := paths[-1])) > MOST_SOCKET_PATH:
             raise ConfigError(f"{last} is too long for the engine's socket; set another TMPDIR")
         given = without_api_key(config)
-        starts = [partial(start_engine, given, at, path) for at, path in enumerate(paths)]
+        starts = [
+            partial(start_engine, with_role(given, at), at, path) for at, path in enumerate(paths)
+        ]
         fleet = Fleet(starts, asked.restarts, alone_s=config.recipe.server.stall_s)
         try:
             start(fleet)
@@ -87,6 +90,12 @@ def engine_processes(config: Config) -> Iterator[tuple[list[str], Fleet]]:
             stop(fleet.processes, grace_s=0.0)  # the API processes have ended
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def with_role(config: Config, at: int) -> Config:
+    """Return the configuration of engine number `at`, whose role names its own port."""
+    role = for_engine(config.recipe.transfer, at)
+    return replace(config, recipe=replace(config.recipe, transfer=role))
 
 
 def start_engine(config: Config, at: int, path: str) -> list[Child]:

@@ -9,6 +9,7 @@ from msgspec import Struct, field, structs
 from nanovllm.typed_yaml import ConfigError
 
 Role = Literal["prefill", "decode"]
+MOST_PORT = 65535
 HIDDEN = "..."  # instead of the secret, where a recipe is shown
 
 
@@ -16,7 +17,8 @@ class TransferRole(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Role of this server. One recipe may serve for both, with the role as a flag."""
 
     role: Role | None = None  # --role
-    listen: str | None = None  # HOST:PORT where a prefill server offers its pages
+    # HOST:PORT where a prefill server offers its pages; engine N of parallel.dp uses PORT + N.
+    listen: str | None = None
     peers: list[str] = field(default_factory=list)  # HOST:PORT of the prefill servers, for decode
     secret: str | None = None  # the same on all; None: the value of NANOVLLM_TRANSFER_SECRET
     # cuda_ipc: from GPU to GPU of one host. auto: cuda_ipc where it is possible, else socket
@@ -40,8 +42,11 @@ def check(transfer: TransferRole | None, host_gib: float, disk: object, num_engi
     if transfer.role == "prefill":
         if transfer.listen is None:
             raise ConfigError("transfer.listen is missing: --role prefill needs HOST:PORT")
-        if num_engines > 1:
-            raise ConfigError("transfer.role prefill needs parallel.dp of 1; start more servers")
+        _, port = address_of(transfer.listen, "transfer.listen")
+        if port + num_engines - 1 > MOST_PORT:
+            raise ConfigError(
+                f"transfer.listen is {transfer.listen}; dp {num_engines} needs as many ports"
+            )
         return
     if not transfer.peers:
         raise ConfigError("transfer.peers is empty: list HOST:PORT of the prefill servers")
@@ -49,6 +54,14 @@ def check(transfer: TransferRole | None, host_gib: float, disk: object, num_engi
         raise ConfigError("transfer.role decode needs cache.host_gib, where pages arrive; set both")
     if disk is not None:
         raise ConfigError("transfer.role decode cannot have cache.disk; drop one of them")
+
+
+def for_engine(transfer: TransferRole | None, at: int) -> TransferRole | None:
+    """Return the section for engine number `at` of a server, each of which listens on a port."""
+    if transfer is None or transfer.role != "prefill" or transfer.listen is None or not at:
+        return transfer
+    head, _, port = transfer.listen.rpartition(":")
+    return structs.replace(transfer, listen=f"{head}:{int(port) + at}")
 
 
 def hidden(transfer: TransferRole | None) -> TransferRole | None:
@@ -62,6 +75,6 @@ def address_of(text: str, name: str) -> tuple[str, int]:
     """Return host and port of HOST:PORT or [HOST]:PORT. Raise ConfigError that names the key."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    if not host or not port.isdecimal() or int(port) > MOST_PORT:
         raise ConfigError(f"{name} is {text!r}; write HOST:PORT, as in 10.0.0.1:5600")
     return host, int(port)

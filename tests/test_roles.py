@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanovllm.config import ConfigError, read_recipe
-from nanovllm.roles import TransferRole, address_of, hidden
+from nanovllm.roles import TransferRole, address_of, for_engine, hidden
 
 LISTEN = "transfer.listen=127.0.0.1:5600"
 PEERS = "transfer.peers=[127.0.0.1:5600]"
@@ -18,7 +18,7 @@ PEERS = "transfer.peers=[127.0.0.1:5600]"
         ("prefill", [], "transfer.listen is missing"),
         ("prefill", ["transfer.listen=5600"], "transfer.listen is 5600|transfer.listen"),
         ("prefill", ["transfer.listen=a:70000"], "transfer.listen is 'a:70000'; write HOST:PORT"),
-        ("prefill", [LISTEN, "parallel.dp=2"], "needs parallel.dp of 1"),
+        ("prefill", ["transfer.listen=a:65535", "parallel.dp=2"], "dp 2 needs as many ports"),
         ("decode", [LISTEN], "transfer.peers is empty"),
         ("decode", ["transfer.peers=[a]"], "transfer.peers is 'a'; write HOST:PORT"),
         ("decode", [PEERS], "needs cache.host_gib"),
@@ -43,5 +43,8 @@ def test_one_recipe_serves_both_roles() -> None:
         assert recipe.transfer is not None and recipe.transfer.role == role
         shown = hidden(recipe.transfer)
         assert shown is not None and shown.secret == "..." and shown.peers == ["127.0.0.1:5600"]
+    for role, address in (("prefill", "[::1]:5602"), ("decode", "[::1]:5600")):
+        second = for_engine(TransferRole(role=role, listen="[::1]:5600"), 2)  # type: ignore[arg-type]
+        assert second is not None and second.listen == address
     assert hidden(None) is None and hidden(TransferRole()) == TransferRole()
     assert address_of("[::1]:80", "x") == ("::1", 80)

@@ -1,4 +1,11 @@
-"""P's end of the socket backend: serves pages of leases to authenticated peers."""
+"""P's end of the socket backend: serves pages of leases to authenticated peers.
+
+Decision: pages are read from the device when D requests them, not staged in host memory as chunks
+finish. Routers that speak vLLM's format call D after P has answered, so no byte can be sent before.
+Staging would only save the copy from the device: 0.05 ms of a page of 1 MB, whose MAC takes 0.8 ms
+on either end. It would also copy all pages that D has cached or declines. Copies between devices
+need no staging at all.
+"""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from nanovllm.runner.roles import check_role
 from nanovllm.transfer.leases import Lease
 from nanovllm.wire import Generate
 from tests.kv.disk.stores import eventually
+from tests.models.test_mtp import make_mtp
 from tests.models.tiny import CASES, config_of, make_tiny
 from tests.whole_engine import GREEDY, WholeEngine, prompts_of
 
@@ -26,8 +27,8 @@ SECRET = "the secret of these tests"
 NGRAM = Speculate(method="ngram", tokens=3)
 
 
-def with_role(config: Config, role: Role, address: str) -> Config:
-    asked = TransferRole(role=role, listen=address, peers=[address], secret=SECRET)
+def with_role(config: Config, role: Role, *addresses: str) -> Config:
+    asked = TransferRole(role=role, listen=addresses[0], peers=list(addresses), secret=SECRET)
     return replace(config, recipe=replace(config.recipe, transfer=asked))
 
 
@@ -50,20 +51,35 @@ def spec_of(request_id: int, prompt: list[int], max_new: int, **more: Any) -> Ge
 def test_the_text_is_that_of_one_engine(case: str, sizes: dict[str, Any], tmp_path: Path) -> None:
     family, overrides = CASES[case]
     make_tiny(tmp_path, family, **overrides)
-    config = config_of(tmp_path)
+    check_texts(config_of(tmp_path), sizes)
+
+
+def test_pages_of_a_draft_head_and_of_two_prefill_engines(tmp_path: Path) -> None:
+    """The head's layers are further layers of the same pages. With --dp, D reads from each P."""
+    make_mtp(tmp_path, "qwen3_next", **CASES["qwen3_next"][1])
+    speculate = Speculate(method="mtp", tokens=2, adapt=False)
+    check_texts(config_of(tmp_path), dict(checkpoints=8, speculate=speculate), num_prefill=2)
+
+
+def check_texts(config: Config, sizes: dict[str, Any], num_prefill: int = 1) -> None:
+    """Compute prompts on prefill engines in turn, and check the texts of a decode engine."""
     sizes = dict(pages=64, slots=4, step_tokens=24, max_tokens=90) | sizes
-    p = WholeEngine(with_role(config, "prefill", "127.0.0.1:0"), **sizes)
-    assert p.runner.lender is not None
-    host, port = p.runner.lender.server.address
-    d = WholeEngine(with_role(config, "decode", f"{host}:{port}"), host_gib=0.01, **sizes)
+    asked = with_role(config, "prefill", "127.0.0.1:0")
+    prefills = [WholeEngine(asked, **sizes) for _ in range(num_prefill)]
+    lenders = [p.runner.lender for p in prefills]
+    peers = ["{}:{}".format(*lender.server.address) for lender in lenders]
+    d = WholeEngine(with_role(config, "decode", *peers), host_gib=0.01, **sizes)
     alone = WholeEngine(config, **sizes)
     remote = d.runner.remote
-    assert remote is not None and p.runner.remote is None and d.runner.lender is None
+    assert remote is not None and d.runner.lender is None
     tickets, ended = Tickets(remote, 4), list[Lease]()
-    p.runner.lender.call_when_ended(ended.append)
-    eventually(lambda: remote._client.reads_from(p.runner.lender.engine))
+    for p, lender in zip(prefills, lenders, strict=True):
+        assert p.runner.remote is None
+        lender.call_when_ended(ended.append)
+        eventually(lambda engine=lender.engine: remote._client.reads_from(engine))
     prompts = [prompt for prompt in prompts_of(6) if len(prompt) > 12]
     for i, prompt in enumerate(prompts):
+        p = prefills[i % num_prefill]
         alone.submit(i, prompt, 10)
         alone.run()
         p.loop.handle(spec_of(i, prompt, 1, lends=True))
@@ -80,12 +96,12 @@ def test_the_text_is_that_of_one_engine(case: str, sizes: dict[str, Any], tmp_pa
         p.scheduler.check()
     assert d.text == alone.text and len(prompts) >= 4
     assert remote.counts == {"read": len(prompts)}
-    for engine in (p, d):
+    for engine in (*prefills, d):
         assert engine is d or engine.memory.pool.num_free == 64
         states = getattr(engine.memory, "states", None)
         assert states is None or (states.num_held == 0 and states.sizes["kept"] > 0)
-    remote.close()
-    p.runner.lender.close()
+    for end in (remote, *lenders):
+        end.close()
 
 
 def test_what_cannot_be_transferred_yet_is_one_line() -> None:
