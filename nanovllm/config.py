@@ -16,11 +16,22 @@ from typing import Any, Literal
 
 from msgspec import Struct, field, structs
 
-from nanovllm import checkpoint, disk_cache, experts, hosts, hub, recipes, roles, speculate
+from nanovllm import (
+    checkpoint,
+    disk_cache,
+    experts,
+    hosts,
+    hub,
+    kv_events,
+    recipes,
+    roles,
+    speculate,
+)
 from nanovllm.adapters.section import Adapters as Adapters, check_runtime, located
 from nanovllm.disk_cache import Disk as Disk
 from nanovllm.experts import Experts as Experts
 from nanovllm.hub import Check
+from nanovllm.kv_events import KvEvents as KvEvents
 from nanovllm.roles import TransferRole as TransferRole
 from nanovllm.schedule import Auto, Schedule as Schedule
 from nanovllm.speculate import Drafts as Drafts, Speculate as Speculate
@@ -170,6 +181,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     speculate: Speculate | None = None
     adapters: Adapters | None = None  # LoRA adapters, which requests choose by `model`
     transfer: TransferRole | None = None  # prefill and decode on two servers; see roles.py
+    kv_events: KvEvents | None = None  # changes of the cache for routers; see kv_events.py
 
     @property
     def num_drafts(self) -> int:
@@ -342,6 +354,7 @@ def _check_ranges(recipe: Recipe) -> None:
     experts.check(recipe.experts, recipe.load.format, recipe.parallel.tp, recipe.parallel.ep)
     disk_cache.check(recipe.cache.disk, host_gib=recipe.cache.host_gib)
     roles.check(recipe.transfer, recipe.cache.host_gib, recipe.cache.disk, recipe.parallel.dp)
+    kv_events.check(recipe.kv_events, prefix=recipe.cache.prefix, num_engines=recipe.parallel.dp)
     if recipe.speculate is not None:
         speculate.check(recipe.speculate, recipe.engine)
 

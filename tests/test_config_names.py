@@ -203,7 +203,7 @@ def test_the_wheel_ships_recipes_and_every_package() -> None:
         ("load.zzz=1", "unknown key load.zzz; load has format, seed"),
         ("zzz=1", "unknown key zzz; a recipe has model, num_layers, engine, config, device, "
          "dtype, quantize, cpu_threads, load, parallel, experts, cache, schedule, kernels, server, "
-         "structured_outputs, paper, speculate, adapters, transfer"),
+         "structured_outputs, paper, speculate, adapters, transfer, kv_events"),
         ("load={seed: 1, seed: 2}",
          "--set load: the value is not YAML: line 1: the key seed is given twice"),
     ],

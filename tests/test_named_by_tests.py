@@ -22,6 +22,8 @@ DRIVEN_BY = {
     "tests/adapters/test_refused.py": """
         nanovllm/adapters/folder.py nanovllm/adapters/peft.py nanovllm/adapters/section.py
         nanovllm/models/adapter_files.py""",
+    "tests/kv/test_page_log.py": "nanovllm/kv/events.py",
+    "tests/end_to_end/test_kv_events.py": "nanovllm/engine/events.py",
     "tests/end_to_end/test_adapters.py": """
         nanovllm/engine/adapters.py nanovllm/server/adapters.py""",
     "tests/adapters/test_slots.py": "nanovllm/sched/adapters.py",

@@ -23,6 +23,7 @@ import numpy as np
 from nanovllm.config import Config, Recipe
 from nanovllm.engine import paper
 from nanovllm.engine.adapters import AdapterChanges, ReadAdapter
+from nanovllm.engine.events import page_log_of
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.pace import PaceKeeper, pace_of
@@ -33,6 +34,8 @@ from nanovllm.ipc.channel import BlockingConnection, Listener
 from nanovllm.kv.below import Below
 from nanovllm.kv.hybrid import memory_of
 from nanovllm.kv.layout import CacheLayout
+from nanovllm.kv.memory import KVMemory
+from nanovllm.kv.page_log import PageLog
 from nanovllm.log import fields
 from nanovllm.look import Look
 from nanovllm.parallel.places import Place
@@ -109,8 +112,10 @@ def main(
     """
     gc.disable()  # objects built at startup are never garbage
     executor, recipe, vocab_size, layout = build(config, place)
-    schedule = recipe.schedule
-    scheduler = scheduler_of(recipe, layout, place, executor.disk, lender=executor.lender)
+    page_log = page_log_of(config, recipe, layout, place)
+    scheduler = scheduler_of(
+        recipe, layout, place, executor.disk, lender=executor.lender, page_log=page_log
+    )
     grammars = grammars_of(config, recipe, vocab_size)
     gc.collect()
     gc.freeze()  # later collections skip these objects
@@ -129,11 +134,12 @@ def main(
         executor=executor,
         grammars=grammars,
         connections=connections,
-        depth=schedule.depth,
-        pace=pace_of(schedule, recipe.device),
-        max_queue=schedule.max_queue,
+        depth=recipe.schedule.depth,
+        pace=pace_of(recipe.schedule, recipe.device),
+        max_queue=recipe.schedule.max_queue,
         stays=supervisor is not None,
         tickets=tickets_of(executor, recipe),
+        page_log=page_log,
     )
     engine.adapters.folders |= message.adapters
     if executor.lender is not None:
@@ -173,6 +179,7 @@ def scheduler_of(
     disk: Below | None = None,
     *,
     lender: Lender | None = None,
+    page_log: PageLog | None = None,
 ) -> Planner:
     """Return the scheduler of a resolved recipe, with one part per lane."""
     schedule = recipe.schedule
@@ -188,7 +195,12 @@ def scheduler_of(
         adapters=recipe.adapters,
         lender=lender,
     )
-    memory = partial(memory_of, layout, recipe.cache, disk)
+
+    def memory() -> KVMemory:
+        made = memory_of(layout, recipe.cache, disk)
+        made.log = page_log
+        return made
+
     return planner_of(make, memory, place.lanes, recipe.parallel)
 
 
@@ -254,6 +266,7 @@ class Engine:
         max_queue: int = 1 << 30,
         stays: bool = False,
         tickets: Tickets | None = None,
+        page_log: PageLog | None = None,
     ) -> None:
         """`connections` are workers 0, 1, ...; with `stays` others may join until `leave`."""
         self.scheduler = scheduler
@@ -277,6 +290,7 @@ class Engine:
         self._stays = stays
         self._tickets = tickets
         self._transfers = TransferCounts(executor.lender, executor.remote)
+        self._page_log = page_log
         self._stats_due = 0.0
         for worker, connection in enumerate(connections):
             self._join(Joined(worker, connection))
@@ -287,7 +301,11 @@ class Engine:
             self._take_mail()
             self.loop.publish_events()
             self.loop.step()
+            if self._page_log is not None:
+                self._page_log.flush()
         self.grammars.close()
+        if self._page_log is not None:
+            self._page_log.close()
         log.info("stopped %s", fields(steps=self.scheduler.stats().num_steps))
 
     def _deliver(self, message: ReadAdapter) -> None:

@@ -32,11 +32,34 @@ class PageKeys:
     `tokens` is the request's own list. It only grows, so a key stays valid.
     """
 
-    __slots__ = ("_full", "_root", "num_known", "page_tokens", "refused_at", "tokens")
+    __slots__ = (
+        "_full",
+        "_root",
+        "adapter_name",
+        "adapter_number",
+        "num_known",
+        "page_tokens",
+        "refused_at",
+        "salt",
+        "tokens",
+    )
 
-    def __init__(self, tokens: Tokens, salt: str, page_tokens: int, adapter: int = 0) -> None:
+    def __init__(
+        self,
+        tokens: Tokens,
+        salt: str,
+        page_tokens: int,
+        adapter: int = 0,
+        *,
+        adapter_name: str = "",
+        adapter_number: int = 0,
+    ) -> None:
+        """`adapter` is in the keys. Its name and its number, from 1, are for events only."""
         self.tokens = tokens
         self.page_tokens = page_tokens
+        self.salt = salt
+        self.adapter_name = adapter_name
+        self.adapter_number = adapter_number
         self._root = root_key(salt, adapter)
         self._full: list[Key] = []
         self.num_known = 0  # used by KVMemory: leading pages found in the last lookup

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nanovllm.kv.keys import Key, PageKeys
+from nanovllm.kv.page_log import PageLog
 from nanovllm.kv.pages import PagePool
 from nanovllm.plan import Moved, Moves
 
@@ -81,6 +82,7 @@ class KVMemory:
         self._dirty: set[int] = set()  # pages that may contain NaN; zeroed before reuse
         self._to_clean: list[int] = []  # dirty pages that were reserved after the last plan
         self._num_releases = 0  # events that may let a refused request in
+        self.log: PageLog | None = None  # for routers; None: nothing is noted
         self.checkpoints: dict[str, int] = {}  # the format of both is that of wire.Stats
         self.checkpoint_events: dict[str, int] = {}
 
@@ -325,12 +327,16 @@ class KVMemory:
         first, last = holding.num_named, num_computed // self.page_tokens if self.prefix else 0
         if last > first:
             holding.num_named = last
+            if self.log is not None:
+                self.log.filled(holding.keys, range(first, last))
         return range(first, last)
 
     def _name(self, key: Key, page: int) -> None:
         if key not in self._page_of:  # an equal page that was registered first stays
             self._page_of[key] = page
             self._keys_of[page] = (*self._keys_of.get(page, ()), key)
+            if self.log is not None:
+                self.log.registered(key)
 
     def publish(self) -> None:
         """Register the pages that the finished plan fills. Later plans may read them."""
@@ -397,6 +403,8 @@ class KVMemory:
             self.pool.drop(page, keep=page in self._keys_of)
 
     def _forget(self, page: int) -> None:
+        if self.log is not None and page in self._keys_of:
+            self.log.forgotten(self._keys_of[page])
         for key in self._keys_of.pop(page, ()):
             del self._page_of[key]
 

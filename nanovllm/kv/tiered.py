@@ -72,6 +72,8 @@ class TieredMemory(KVMemory):
         if not loads and not parts:
             return 0
         pages = holding.pages[len(own) : len(own) + len(loads)]
+        if self.log is not None:
+            self.log.filled(holding.keys, range(len(own), len(own) + len(loads)))
         if again := set(self._to_clean).intersection(pages):
             self._to_clean = [page for page in self._to_clean if page not in again]
             self._dirty |= again
@@ -120,6 +122,8 @@ class TieredMemory(KVMemory):
             return -1, moved.ok
         tier.measured(moved, len(tier.loads[moved.ticket].pages), is_load=True)
         load, ok = tier.end_load(moved.ticket, ok=moved.ok, blank=moved.blank)
+        if not ok and self.log is not None:
+            self.log.forgotten(tuple(load.keys))
         self._dirty.update(load.pages)  # a failed load may have written anything
         for key, page, slot in zip(load.keys, load.pages, load.slots, strict=True):
             if ok:

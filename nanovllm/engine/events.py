@@ -1,0 +1,34 @@
+"""Cache events of an engine: the log that its memory writes, and the publisher behind it."""
+
+from __future__ import annotations
+
+import socket
+
+from nanovllm.config import Config, ConfigError, Recipe
+from nanovllm.kv.events import EventWriter
+from nanovllm.kv.layout import CacheLayout
+from nanovllm.kv.page_log import PageLog
+from nanovllm.parallel.places import Place
+
+
+def page_log_of(
+    config: Config, recipe: Recipe, layout: CacheLayout, place: Place
+) -> PageLog | None:
+    """Return the log whose changes are published, or None if the recipe has no `kv_events`.
+
+    Raise ConfigError if a port cannot be used, or if pages alone cannot be reused.
+    """
+    asked = recipe.kv_events
+    if asked is None:
+        return None
+    if layout.state is not None:
+        raise ConfigError("kv_events does not support models with recurrent states; drop it")
+    from nanovllm.kv.publisher import EventPublisher  # imports zmq
+
+    topic = asked.topic
+    if topic == "auto":
+        topic = f"kv@{socket.gethostname()}@{config.served_name}"
+    kind = "mla_attention" if layout.paged[0].kind == "latent" else "full_attention"
+    writer = EventWriter(int(recipe.cache.page_tokens), kind)
+    publisher = EventPublisher(asked, topic, place.engine or 0, writer)
+    return PageLog(publisher.send, publisher.close)
