@@ -219,7 +219,7 @@ def run_api(
     config: Config,
     paths: Sequence[str],
     worker: int,
-    sock: socket.socket,
+    socks: Sequence[socket.socket],
     first_life: bool,
 ) -> None:
     from nanovllm.server.main import run
@@ -228,7 +228,7 @@ def run_api(
         config,
         paths,
         worker,
-        sock,
+        socks,
         ready=word.ready,
         hear=word.hear,
         first_life=first_life,

@@ -125,6 +125,9 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 8000
+    # A second port on the same host, for /metrics, /health and /ready only, without a key. There,
+    # the gauges that llm-d reads are sums over engines. None: there is no such port.
+    metrics_port: int | None = None
     api_key: str | None = None  # None: the value of NANOVLLM_API_KEY
     # Origins of further web pages that may use the server, such as https://chat.example. "*": all
     # pages, for the API only. The server's own page and pages of this machine are always allowed.
@@ -330,6 +333,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "schedule.overtake_steps": (0, 1 << 20),
     "kernels.mixed_graph_tokens": (0, 1 << 20),
     "server.port": (0, 65535),
+    "server.metrics_port": (0, 65535),
     "server.workers": (1, 64),
     "server.max_model_tokens": (2, 1 << 24),
     "server.max_body_bytes": (1024, 1 << 31),
@@ -348,7 +352,7 @@ RANGES: dict[str, tuple[float, float]] = {
 def _check_ranges(recipe: Recipe) -> None:
     for path, (low, high) in RANGES.items():
         value = attrgetter(path)(recipe)
-        if value != "auto" and not low <= value <= high:
+        if value not in ("auto", None) and not low <= value <= high:
             raise ConfigError(f"{path} is {value}; it must be between {low} and {high}")
     hosts.check(recipe.server.allowed_origins, recipe.server.allowed_hosts)
     experts.check(recipe.experts, recipe.load.format, recipe.parallel.tp, recipe.parallel.ep)

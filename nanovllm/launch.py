@@ -37,7 +37,7 @@ from nanovllm.children import (
     run_engine,
     spawn,
 )
-from nanovllm.config import Config, ConfigError, without_api_key
+from nanovllm.config import Config, ConfigError, Server, without_api_key
 from nanovllm.fleet import Fleet
 from nanovllm.ipc.channel import make_private
 from nanovllm.parallel.places import places_of
@@ -120,15 +120,15 @@ def start_engine(config: Config, at: int, path: str) -> list[Child]:
     return ranks
 
 
-def api_processes(config: Config, paths: Sequence[str], sock: socket.socket) -> Fleet:
+def api_processes(config: Config, paths: Sequence[str], socks: Sequence[socket.socket]) -> Fleet:
     """Return the API processes, not started yet.
 
     A lost one is restarted, and has nothing to load. New connections meanwhile wait in the queue of
-    the listening socket, or are accepted by the others.
+    the listening sockets, or are accepted by the others.
     """
     server = config.recipe.server
     starts = [
-        partial(start_api, config, paths, sock, lives=itertools.count(), at=at)
+        partial(start_api, config, paths, socks, lives=itertools.count(), at=at)
         for at in range(server.workers)
     ]
     restarts = config.recipe.parallel.restarts
@@ -136,10 +136,14 @@ def api_processes(config: Config, paths: Sequence[str], sock: socket.socket) -> 
 
 
 def start_api(
-    config: Config, paths: Sequence[str], sock: socket.socket, lives: Iterator[int], at: int
+    config: Config,
+    paths: Sequence[str],
+    socks: Sequence[socket.socket],
+    lives: Iterator[int],
+    at: int,
 ) -> list[Child]:
     make_private(folder := os.path.dirname(paths[0]))
-    arguments = paths, at, sock, next(lives) == 0
+    arguments = paths, at, socks, next(lives) == 0
     return [spawn(f"nanovllm-api{at}", config, run_api, arguments, folder=folder)]
 
 
@@ -174,14 +178,18 @@ def serve(config: Config) -> int:
         eos_ids = eos_ids_of(config, template)
     server = replace(config.recipe.server, parser=parser_of(config, template.facts))
     config = replace(config, recipe=replace(config.recipe, server=server), eos_ids=eos_ids)
-    sock, limit_s = listen(server.host, server.port), server.shutdown_s + LAST_WORDS_S
-    with sock, interruptible() as stopped, engine_processes(config) as (paths, fleet):
-        apis, grace_s = api_processes(config, paths, sock), LAST_WORDS_S
+    limit_s = server.shutdown_s + LAST_WORDS_S
+    with (
+        listening(server) as socks,
+        interruptible() as stopped,
+        engine_processes(config) as (paths, fleet),
+    ):
+        apis, grace_s = api_processes(config, paths, socks), LAST_WORDS_S
         fleet.on_lost = lambda at: tell(apis.children, at)
         try:
             start(apis)
             wait_ready([*fleet.children, *apis.children], stopped)
-            announce(config, sock)
+            announce(config, socks)
             grace_s = limit_s
             return watch(fleet, apis, stopped) or drained(fleet, apis.processes, limit_s)
         except EngineDied as error:  # if another process died before, it is listed first
@@ -193,8 +201,10 @@ def serve(config: Config) -> int:
             stop(apis.processes, grace_s, fleet)
 
 
-def announce(config: Config, sock: socket.socket) -> None:
-    url = url_of(*sock.getsockname()[:2])
+def announce(config: Config, socks: Sequence[socket.socket]) -> None:
+    url, *others = [url_of(*sock.getsockname()[:2]) for sock in socks]
+    for other in others:
+        log.info("metrics need no key at %s/metrics", other)
     key = ' -H "Authorization: Bearer $KEY"' if config.recipe.server.api_key else ""
     body = '{"messages": [{"role": "user", "content": "What is nanovllm?"}]}'
     curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
@@ -205,8 +215,19 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+@contextlib.contextmanager
+def listening(server: Server) -> Iterator[list[socket.socket]]:
+    """Yield the listening sockets: that of the API, and that of metrics if it has its own port.
+
+    Raise ConfigError if a port cannot be used.
+    """
+    ports = [server.port, *([] if server.metrics_port is None else [server.metrics_port])]
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(listen(server.host, port)) for port in ports]
+
+
 def listen(host: str, port: int) -> socket.socket:
-    """Return the listening socket, which all API processes share."""
+    """Return a listening socket, which all API processes share."""
     try:
         sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

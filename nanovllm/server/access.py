@@ -29,7 +29,7 @@ from nanovllm.hosts import (
     setting,
     without_slash,
 )
-from nanovllm.server.asgi import Scope, header
+from nanovllm.server.asgi import Scope, header, local_port
 from nanovllm.server.errors import MAX_VALUE_CHARS, ApiError, shortened
 
 API = ("/v1/", "/health", "/ready", "/version")  # paths that an allowed origin of `*` opens
@@ -37,11 +37,15 @@ HOSTS, ORIGINS = "server.allowed_hosts", "server.allowed_origins"
 
 
 class Access:
-    def __init__(self, server: Server, bound: str) -> None:
-        """`bound` is the address of the listening socket; `server.host` may be a name for it."""
+    def __init__(self, server: Server, bound: str, open_port: int | None = None) -> None:
+        """`bound` is the address of the listening socket; `server.host` may be a name for it.
+
+        `open_port` is a second port, which never needs a key.
+        """
         by_name = address_of(server.host) is None
         is_local = is_loopback(server.host) or (by_name and is_loopback(bound))
         self._checks_host = is_local and server.api_key is None
+        self._open_port = open_port if is_local else None
         self._hosts = {host_of(name) for name in ("localhost", server.host, *server.allowed_hosts)}
         self._given_hosts, self._given_origins = server.allowed_hosts, server.allowed_origins
         self._opens_api = ANY in server.allowed_origins
@@ -50,7 +54,8 @@ class Access:
     def check(self, scope: Scope) -> None:
         """Raise ApiError (403) if the request comes from a page that may not use the server."""
         host = header(scope, b"host")
-        if self._checks_host and host is not None:
+        is_open = self._open_port is not None and local_port(scope) == self._open_port
+        if (self._checks_host or is_open) and host is not None:
             self._check_host(host.decode("latin-1"))
         origin = header(scope, b"origin")
         if origin is not None and not self._opens_api and not self._is_known(scope, origin):

@@ -31,6 +31,7 @@ from nanovllm.server.asgi import (
     Send,
     Writer,
     header,
+    local_port,
     read_body,
     unless_left,
 )
@@ -71,12 +72,15 @@ class App:
         large: LargeBodies,
         access: Access,
         adapters: RuntimeAdapters | None = None,
+        metrics_port: int | None = None,
     ) -> None:
         """`threads` renders and tokenises prompts of small bodies; `large` handles large bodies.
 
-        Without `adapters`, they cannot be changed.
+        Without `adapters`, they cannot be changed. `metrics_port` has no other route than METRICS
+        and PROBES, and needs no key.
         """
         self._adapters = adapters
+        self._metrics_port = metrics_port
         self._posts = (CHAT,) if adapters is None else (CHAT, LOAD, UNLOAD)
         self.access = access
         self.refusals = RefusalLog()
@@ -154,7 +158,11 @@ class App:
         self.access.check(scope)
         path: str = scope["path"]
         look, answer = self._looks.get(path), self._answers.get(path)
-        if path not in PROBES and (look is None or path.startswith((DEBUG, METRICS))):
+        if self._metrics_port is not None and local_port(scope) == self._metrics_port:
+            if path not in (METRICS, *PROBES):
+                text = f"this port has {METRICS}, /health and /ready only; use server.port"
+                raise ApiError(404, text, code="not_found")
+        elif path not in PROBES and (look is None or path.startswith((DEBUG, METRICS))):
             self._authorise(scope)
         if path.startswith(f"{MODELS}/"):
             answer = partial(self._model, path.removeprefix(f"{MODELS}/"))

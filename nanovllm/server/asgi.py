@@ -31,6 +31,12 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
+def local_port(scope: Scope) -> int | None:
+    """Return the port that the client has connected to, None if it is unknown."""
+    server = scope.get("server")
+    return server[1] if server else None
+
+
 async def read_body(
     scope: Scope, receive: Receive, max_bytes: int, grown: Callable[[int], None] = lambda _: None
 ) -> bytes:

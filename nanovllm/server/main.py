@@ -52,12 +52,12 @@ def run(
     config: Config,
     engine_paths: Sequence[str],
     worker: int,
-    sock: socket.socket,
+    socks: Sequence[socket.socket],
     ready: Callable[[], None],
     hear: Callable[[Callable[[int, float], object]], None] = lambda _: None,
     first_life: bool = True,
 ) -> None:
-    """Serve until SIGTERM or SIGINT on the listening socket `sock`.
+    """Serve until SIGTERM or SIGINT on listening sockets: that of the API, then that of metrics.
 
     `ready` is called once requests are accepted. `hear` is called with a callback for the number of
     a lost engine and the monotonic time of the loss; any thread may call it. `first_life` is
@@ -78,12 +78,16 @@ def run(
             LargeBodies(config, engines.ready) as large,
         ):
             settings = config.recipe.server
+            bound, *further = [sock.getsockname() for sock in socks]
+            metrics_port = further[0][1] if further else None
+            access = Access(settings, bound[0], metrics_port)
             metrics = MetricsPage(
                 engines=engines,
                 counts=counts,
                 folder=Path(engine_paths[0]).parent,
                 worker=worker,
                 num_workers=settings.workers,
+                own_port=metrics_port,
             )
             await metrics.listen()
             app = App(
@@ -95,13 +99,14 @@ def run(
                 threads=threads,
                 large=large,
                 adapters=runtime_adapters(config, engines, served, large),
-                access=Access(settings, bound=sock.getsockname()[0]),
+                access=access,
+                metrics_port=metrics_port,
             )
             gc.collect()
             gc.freeze()  # the vocabulary's objects are never garbage
             server = DrainingServer(app, settings, counts, ready)
             log.info("ready %s", fields(worker=worker, model=served.name))
-            await server.serve([sock])
+            await server.serve(list(socks))
             level = logging.WARNING if server.num_cut else logging.INFO
             log.log(level, "stopped %s", fields(worker=worker, cut=server.num_cut))
 

@@ -34,7 +34,15 @@ TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 TIER_EVENTS = ("stored", "loaded", "dropped", "evicted", "failed", "declined")
 CHOICES = (1, 2, 5, 10, 20)
 MOST_NAMES = 32  # adapters in one label
+STATES = "running", "waiting"  # of the requests of an adapter
 OTHER_PATH = "other"  # label of paths without a route and of malformed requests
+SUMMED = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:cache_config_info",
+    "vllm:lora_requests_info",
+)
 Sample = tuple[str, str, float]  # suffix of the metric's name, further labels, value
 Samples = dict[str, dict[str, float]]  # by the metric's name, then by suffix and labels
 
@@ -131,10 +139,11 @@ def counted(
     return page.samples
 
 
-def render(engines: Sequence[Seen], processes: Iterable[Samples]) -> bytes:
+def render(engines: Sequence[Seen], processes: Iterable[Samples], *, summed: bool = False) -> bytes:
     """Return the counts of all API processes in Prometheus' text format, version 0.0.4.
 
-    For a lost engine, these counts are all there is.
+    For a lost engine, these counts are all there is. With `summed`, the gauges of SUMMED have one
+    series for all engines. Routers that read them take the first series and ignore the others.
     """
     page = _Page()
     for index, engine in enumerate(engines):
@@ -142,6 +151,8 @@ def render(engines: Sequence[Seen], processes: Iterable[Samples]) -> bytes:
         page.add("nanovllm:engine_up", engine.stats is not None)
         if engine.stats is not None:
             _engine(page, engine, engine.stats)
+    if summed:
+        _sum(page, [engine for engine in engines if engine.stats is not None])
     page.labels = ""
     for samples in processes:
         for name, values in samples.items():
@@ -196,6 +207,27 @@ def _engine(page: _Page, engine: Seen, stats: Stats) -> None:
     if (load := stats.experts) is not None:
         page.add("nanovllm:expert_tokens_total", _by("rank", load.by_rank))
         page.add("nanovllm:expert_imbalance", _by("layer/among", load.imbalance))
+
+
+def _sum(page: _Page, engines: Sequence[Seen]) -> None:
+    """Replace the samples of SUMMED by one each. `engines` are those that run."""
+    if not engines:
+        return
+    found = [page.samples.pop(name, {}) for name in SUMMED]
+    running, waiting, usage, _, adapters = [sum(values.values()) for values in found]
+    ready = engines[0].ready
+    page.labels = f"model_name={quoted(ready.model)}"
+    page.add("vllm:num_requests_running", running)
+    page.add("vllm:num_requests_waiting", waiting)
+    page.add("vllm:kv_cache_usage_perc", usage / len(engines))
+    pages = sum(engine.ready.num_pages for engine in engines)
+    page.add(
+        "vllm:cache_config_info",
+        _by("block_size/num_gpu_blocks", {f"{ready.page_tokens}/{pages}": 1}),
+    )
+    if adapters:
+        each = [engine.stats for engine in engines if engine.stats is not None]
+        _adapters_info(page, each)
 
 
 def _requests(page: _Page, metrics: Metrics) -> None:
@@ -315,19 +347,26 @@ def _drafts(page: _Page, stats: Stats) -> None:
 
 
 def _adapters(page: _Page, stats: Stats) -> None:
-    """Add the requests by adapter. The value of vllm:lora_requests_info is the time.
-
-    Its labels are lists of names, cut to MOST_NAMES.
-    """
+    """Add the requests by adapter."""
     if not stats.adapter_slots:
         return
-    labels = f",max_lora={quoted(str(stats.adapter_slots))}"
-    for state in ("running", "waiting"):
+    for state in STATES:
         counts = stats.adapters.get(state, {})
-        names = sorted(name for name, count in counts.items() if count)
-        labels += f",{state}_lora_adapters={quoted(','.join(names[:MOST_NAMES]))}"
         by_name = {f"{name}/{state}": count for name, count in counts.items()}
         page.add("nanovllm:adapter_requests", _by("adapter/state", by_name))
+    _adapters_info(page, [stats])
+
+
+def _adapters_info(page: _Page, engines: Sequence[Stats]) -> None:
+    """Add vllm:lora_requests_info. Its value is the time.
+
+    Its labels are lists of names, cut to MOST_NAMES, and the adapters that fit in one engine.
+    """
+    labels = f",max_lora={quoted(str(engines[0].adapter_slots))}"
+    for state in STATES:
+        each = [stats.adapters.get(state, {}) for stats in engines]
+        names = sorted({name for counts in each for name, count in counts.items() if count})
+        labels += f",{state}_lora_adapters={quoted(','.join(names[:MOST_NAMES]))}"
     page.add("vllm:lora_requests_info", [("", labels, time.time())])
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from nanovllm.ipc.channel import make_private
-from nanovllm.server.asgi import Scope, Writer
+from nanovllm.server.asgi import Scope, Writer, local_port
 from nanovllm.server.engines import Engines
 from nanovllm.server.metrics import HttpCounts, Samples, counted, render
 
@@ -26,9 +26,16 @@ Known = tuple[Samples, dict[int, Samples]]  # counts of a process, and those it 
 
 class MetricsPage:
     def __init__(
-        self, engines: Engines, counts: HttpCounts, folder: Path, worker: int, num_workers: int
+        self,
+        engines: Engines,
+        counts: HttpCounts,
+        folder: Path,
+        worker: int,
+        num_workers: int,
+        own_port: int | None = None,
     ) -> None:
-        """`folder` contains the server's sockets."""
+        """`folder` contains the server's sockets. On `own_port`, some gauges are summed."""
+        self._own_port = own_port
         self._engines = engines
         self._counts = counts
         self._paths = [folder / f"{at}.api" for at in range(num_workers)]
@@ -65,7 +72,9 @@ class MetricsPage:
 
     async def __call__(self, scope: Scope, writer: Writer) -> None:
         await asyncio.gather(*map(self._fetch, self._others()))
-        page = render(self._engines.seen(), [self._counted(), *self._counts_of.values()])
+        processes = [self._counted(), *self._counts_of.values()]
+        summed = self._own_port is not None and local_port(scope) == self._own_port
+        page = render(self._engines.seen(), processes, summed=summed)
         writer.respond(200, METRICS_TEXT, page, [])
 
     def _counted(self) -> Samples:

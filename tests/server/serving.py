@@ -33,6 +33,7 @@ class Api:
         self.process = process
         self.http = httpx.Client(base_url=url, trust_env=False, timeout=20)
         self._log_path = log_path
+        self.metrics_url = ""  # of the second port, if the recipe asks for it
 
     def chat(self, text: str = "hello", **more: Any) -> httpx.Response:
         return self.http.post("/v1/chat/completions", json=body(text, **more))
@@ -77,15 +78,19 @@ def serving(folder: Path, *overrides: str, recipe: str | None = None) -> Iterato
     engine.start()
     config = load_config(recipe, overrides)
     sock = socket.create_server(("127.0.0.1", 0))
+    metrics = socket.create_server(("127.0.0.1", 0))
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     log_path = folder / "log"
-    process = context.Process(target=child, args=(config, engine.path, sock, theirs, log_path))
+    socks = [sock, metrics] if config.recipe.server.metrics_port is not None else [sock]
+    process = context.Process(target=child, args=(config, engine.path, socks, theirs, log_path))
     process.start()
     theirs.close()
     assert ours.poll(60) and ours.recv() == "ready"
     api = Api(f"http://127.0.0.1:{sock.getsockname()[1]}", engine, process, log_path)
+    api.metrics_url = f"http://127.0.0.1:{metrics.getsockname()[1]}"
     sock.close()
+    metrics.close()
     try:
         yield api
     finally:
@@ -96,12 +101,16 @@ def serving(folder: Path, *overrides: str, recipe: str | None = None) -> Iterato
 
 
 def child(
-    config: Config, engine_path: str, sock: socket.socket, word: Connection, log_path: Path
+    config: Config,
+    engine_path: str,
+    socks: list[socket.socket],
+    word: Connection,
+    log_path: Path,
 ) -> None:
     with log_path.open("w") as file:
         os.dup2(file.fileno(), 1)
     log.setup()
-    run(config, [engine_path], 0, sock, lambda: word.send("ready"))
+    run(config, [engine_path], 0, socks, lambda: word.send("ready"))
 
 
 def eventually(check: Callable[[], bool], timeout_s: float = 30.0) -> None:

@@ -308,3 +308,29 @@ def test_a_page_takes_a_few_milliseconds_at_most() -> None:
         page(metrics)
         best = min(best, time.process_time() - begin)
     assert best < 5e-3
+
+
+def test_gauges_of_several_engines_are_summed_for_routers() -> None:
+    """A router takes the first series of a name. A lost engine has none, and counts for none."""
+    adapters = {"running": {"legal": 1, "other": 0}, "waiting": {"legal": 2}}
+    first = replace(STATS, adapter_slots=4, adapters=adapters)
+    second = replace(first, kv_usage=0.1, adapters={"running": {"other": 1}, "waiting": {}})
+    engines = [seen(Metrics(), stats=one) for one in (first, second)]
+    engines.append(replace(seen(Metrics()), stats=None))
+    text = render(engines, [counted(engines, HttpCounts())], summed=True).decode()
+    model = 'model_name="demo"'
+    for line in (
+        f"vllm:num_requests_running{{{model}}} 6",
+        f"vllm:num_requests_waiting{{{model}}} 12",
+        f'vllm:cache_config_info{{{model},block_size="16",num_gpu_blocks="2000"}} 1',
+    ):
+        assert line in text.splitlines()
+    usage = next(line for line in text.splitlines() if line.startswith("vllm:kv_cache_usage_perc{"))
+    assert float(usage.split()[1]) == 0.3
+    names = 'running_lora_adapters="legal,other",waiting_lora_adapters="legal"'
+    assert f'\nvllm:lora_requests_info{{{model},max_lora="4",{names}}} ' in text
+    for name in ("num_requests_running", "kv_cache_usage_perc", "lora_requests_info"):
+        assert f'vllm:{name}{{model_name="demo",engine="' not in text
+    assert 'vllm:prompt_tokens_total{model_name="demo",engine="1"} 100' in text.splitlines()
+    none = [replace(engine, stats=None) for engine in engines]
+    assert b"num_requests_running" not in render(none, [], summed=True)
