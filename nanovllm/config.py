@@ -125,8 +125,9 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 8000
-    # A second port on the same host, for /metrics, /health and /ready only, without a key. There,
-    # the gauges that llm-d reads are sums over engines. None: there is no such port.
+    # Without a key, the gauges that llm-d reads are sums over engines. metrics_port: a second port
+    # for /metrics, /health and /ready only, which needs no key. None: there is none.
+    metrics_key: bool = True  # False: /metrics needs no key on `port`, either
     metrics_port: int | None = None
     api_key: str | None = None  # None: the value of NANOVLLM_API_KEY
     # Origins of further web pages that may use the server, such as https://chat.example. "*": all

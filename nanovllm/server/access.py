@@ -40,12 +40,15 @@ class Access:
     def __init__(self, server: Server, bound: str, open_port: int | None = None) -> None:
         """`bound` is the address of the listening socket; `server.host` may be a name for it.
 
-        `open_port` is a second port, which never needs a key.
+        `open_port` is a second port, which never needs a key. Nor does /metrics, if the recipe says
+        so.
         """
         by_name = address_of(server.host) is None
         is_local = is_loopback(server.host) or (by_name and is_loopback(bound))
         self._checks_host = is_local and server.api_key is None
-        self._open_port = open_port if is_local else None
+        self._is_local = is_local
+        self._open_port = open_port
+        self._metrics_key = server.metrics_key
         self._hosts = {host_of(name) for name in ("localhost", server.host, *server.allowed_hosts)}
         self._given_hosts, self._given_origins = server.allowed_hosts, server.allowed_origins
         self._opens_api = ANY in server.allowed_origins
@@ -54,12 +57,17 @@ class Access:
     def check(self, scope: Scope) -> None:
         """Raise ApiError (403) if the request comes from a page that may not use the server."""
         host = header(scope, b"host")
-        is_open = self._open_port is not None and local_port(scope) == self._open_port
-        if (self._checks_host or is_open) and host is not None:
+        if host is not None and (self._checks_host or (self._is_local and self._is_open(scope))):
             self._check_host(host.decode("latin-1"))
         origin = header(scope, b"origin")
         if origin is not None and not self._opens_api and not self._is_known(scope, origin):
             raise self._foreign(origin.decode("latin-1"))
+
+    def _is_open(self, scope: Scope) -> bool:
+        """Return True if the request may need no key where others do."""
+        if not self._metrics_key and scope["path"] == "/metrics":
+            return True
+        return self._open_port is not None and local_port(scope) == self._open_port
 
     def readable_by(self, scope: Scope) -> bytes | None:
         """Return the value of Access-Control-Allow-Origin for a request that passes `check`.

@@ -90,6 +90,7 @@ class App:
         self._engines = engines
         self._served = served
         self._max_body_bytes = config.max_body_bytes
+        self._open_paths = PROBES if config.metrics_key else (METRICS, *PROBES)
         self._key = None if config.api_key is None else config.api_key.encode()
         self._threads = threads
         self._large = large
@@ -162,7 +163,7 @@ class App:
             if path not in (METRICS, *PROBES):
                 text = f"this port has {METRICS}, /health and /ready only; use server.port"
                 raise ApiError(404, text, code="not_found")
-        elif path not in PROBES and (look is None or path.startswith((DEBUG, METRICS))):
+        elif path not in self._open_paths and (look is None or path.startswith((DEBUG, METRICS))):
             self._authorise(scope)
         if path.startswith(f"{MODELS}/"):
             answer = partial(self._model, path.removeprefix(f"{MODELS}/"))

@@ -88,6 +88,7 @@ def run(
                 worker=worker,
                 num_workers=settings.workers,
                 own_port=metrics_port,
+                is_open=not settings.metrics_key,
             )
             await metrics.listen()
             app = App(

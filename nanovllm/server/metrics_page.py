@@ -33,9 +33,14 @@ class MetricsPage:
         worker: int,
         num_workers: int,
         own_port: int | None = None,
+        is_open: bool = False,
     ) -> None:
-        """`folder` contains the server's sockets. On `own_port`, some gauges are summed."""
+        """`folder` contains the server's sockets.
+
+        On `own_port`, and with `is_open` on all ports, some gauges are sums over engines.
+        """
         self._own_port = own_port
+        self._is_open = is_open
         self._engines = engines
         self._counts = counts
         self._paths = [folder / f"{at}.api" for at in range(num_workers)]
@@ -73,8 +78,8 @@ class MetricsPage:
     async def __call__(self, scope: Scope, writer: Writer) -> None:
         await asyncio.gather(*map(self._fetch, self._others()))
         processes = [self._counted(), *self._counts_of.values()]
-        summed = self._own_port is not None and local_port(scope) == self._own_port
-        page = render(self._engines.seen(), processes, summed=summed)
+        is_own = self._own_port is not None and local_port(scope) == self._own_port
+        page = render(self._engines.seen(), processes, summed=is_own or self._is_open)
         writer.respond(200, METRICS_TEXT, page, [])
 
     def _counted(self) -> Samples:

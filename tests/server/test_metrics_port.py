@@ -28,3 +28,14 @@ def test_the_second_port_has_metrics_and_probes_only(tmp_path: Path) -> None:
         keyed = api.http.get("/metrics", headers=KEY).text.splitlines()
         assert 'vllm:num_requests_running{model_name="demo",engine="0"} 0' in keyed
         assert api.engine.generates == []
+
+
+def test_metrics_need_no_key_if_the_recipe_says_so(tmp_path: Path) -> None:
+    """In Kubernetes, llm-d can read no other port than that of the API."""
+    with serving(tmp_path, "server.metrics_key=false", "server.api_key=secret") as api:
+        lines = api.http.get("/metrics").text.splitlines()
+        assert 'vllm:num_requests_running{model_name="demo"} 0' in lines
+        foreign = api.http.get("/metrics", headers={"host": "rebind.test"})
+        assert foreign.status_code == 403 and "host_not_allowed" in foreign.text
+        for path in ("/v1/models", "/debug/steps", "/metrics/", "/version"):
+            assert api.http.get(path).status_code == 401
