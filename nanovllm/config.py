@@ -16,22 +16,12 @@ from typing import Any, Literal
 
 from msgspec import Struct, field, structs
 
-from nanovllm import (
-    checkpoint,
-    disk_cache,
-    experts,
-    hosts,
-    hub,
-    kv_events,
-    recipes,
-    roles,
-    speculate,
-)
+from nanovllm import checkpoint, disk_cache, experts, hosts, hub, recipes, roles, speculate
 from nanovllm.adapters.section import Adapters as Adapters, check_runtime, located
 from nanovllm.disk_cache import Disk as Disk
 from nanovllm.experts import Experts as Experts
 from nanovllm.hub import Check
-from nanovllm.kv_events import KvEvents as KvEvents
+from nanovllm.kv_events import KvEvents as KvEvents, check_events
 from nanovllm.roles import TransferRole as TransferRole
 from nanovllm.schedule import Auto, Schedule as Schedule
 from nanovllm.speculate import Drafts as Drafts, Speculate as Speculate
@@ -359,7 +349,7 @@ def _check_ranges(recipe: Recipe) -> None:
     experts.check(recipe.experts, recipe.load.format, recipe.parallel.tp, recipe.parallel.ep)
     disk_cache.check(recipe.cache.disk, host_gib=recipe.cache.host_gib)
     roles.check(recipe.transfer, recipe.cache.host_gib, recipe.cache.disk, recipe.parallel.dp)
-    kv_events.check(recipe.kv_events, prefix=recipe.cache.prefix, num_engines=recipe.parallel.dp)
+    check_events(recipe.kv_events, prefix=recipe.cache.prefix, num_engines=recipe.parallel.dp)
     if recipe.speculate is not None:
         speculate.check(recipe.speculate, recipe.engine)
 

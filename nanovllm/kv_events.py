@@ -24,7 +24,7 @@ class KvEvents(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     buffer_steps: int = 10_000
 
 
-def check(events: KvEvents | None, *, prefix: bool, num_engines: int) -> None:
+def check_events(events: KvEvents | None, *, prefix: bool, num_engines: int) -> None:
     """Raise ConfigError for a section that cannot be served.
 
     `prefix` is cache.prefix, `num_engines` is parallel.dp.

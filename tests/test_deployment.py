@@ -15,13 +15,19 @@ import pytest
 import yaml
 
 from nanovllm.cli.commands import serve
-from nanovllm.config import Config, load_config
+from nanovllm.config import Config, Recipe, load_config
 from nanovllm.server.app import METRICS, PROBES
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 DOCKER, KUBERNETES = RECIPES / "docker", RECIPES / "kubernetes"
 FILES = sorted(DOCKER.rglob("*.yaml")) + sorted(KUBERNETES.rglob("*.yaml"))
-RENDERED = ("one", "several")
+RENDERED = ("one", "several", "prefill-decode")
+PODS = [
+    ("one", "nanovllm"),
+    ("several", "nanovllm"),
+    ("prefill-decode", "nanovllm-prefill"),
+    ("prefill-decode", "nanovllm-decode"),
+]  # names of rendered overlays, and of their workloads
 ENDS_S = 5  # for processes to end after their last request
 # Names of fields of Prometheus' operator, which kubernetes_validate does not have.
 ENDPOINT = {
@@ -42,15 +48,23 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 
 def objects(name: str) -> dict[str, dict[str, Any]]:
-    """Return the objects of a rendered overlay by kind."""
+    """Return the objects of a rendered overlay by kind, where each kind has one."""
     found = documents(KUBERNETES / f"{name}.yaml")
     assert len({one["kind"] for one in found}) == len(found)
     return {one["kind"]: one for one in found}
 
 
-def pod_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the pod's specification of a rendered overlay, and its container."""
-    pod = objects(name)["Deployment"]["spec"]["template"]["spec"]
+def named(name: str, kind: str, of: str) -> dict[str, Any]:
+    """Return the object of a rendered overlay with a kind and a name."""
+    found = documents(KUBERNETES / f"{name}.yaml")
+    (one,) = [o for o in found if (o["kind"], o["metadata"]["name"]) == (kind, of)]
+    return one
+
+
+def pod_of(name: str, workload: str = "nanovllm") -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the pod's specification of a workload, and its container."""
+    kind = "StatefulSet" if workload.endswith("prefill") else "Deployment"
+    pod = named(name, kind, workload)["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     return pod, container
 
@@ -69,7 +83,9 @@ def served(line: list[str]) -> Config:
     parser_values, _, _ = serve.make_parser(given).parse_args(list(line[2:]))
     # Random weights, so that the checkpoint is not looked for.
     overrides = [*parser_values.get("overrides", []), "load.format=dummy"]
-    for flag, key in (("host", "server.host"), ("port", "server.port")):
+    for flag, key in (
+        ("host", "server.host"), ("port", "server.port"), ("role", "transfer.role"),
+    ):  # fmt: skip
         overrides += [f"{key}={parser_values[flag]}"] if flag in parser_values else []
     return load_config(parser_values["recipe"], overrides)
 
@@ -84,12 +100,13 @@ def test_every_file_parses_and_pins_its_images(path: Path) -> None:
 @pytest.mark.parametrize("name", RENDERED)
 def test_objects_are_valid(name: str) -> None:
     """In strict validation, a misspelt field is an error."""
-    for kind, one in objects(name).items():
-        if kind == "PodMonitor":
+    found = documents(KUBERNETES / f"{name}.yaml")
+    for one in found:
+        if one["kind"] == "PodMonitor":
             jsonschema.validate(one["spec"], POD_MONITOR)
         else:
             kubernetes_validate.validate(one, "1.34", strict=True)
-    wrong = objects(name)["Service"]
+    wrong = next(one for one in found if one["kind"] == "Service")
     wrong["spec"]["ports"][0]["tagetPort"] = 1
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, "1.34", strict=True)
@@ -103,9 +120,9 @@ def test_rendered_files_are_those_of_the_overlays(name: str) -> None:
     assert [*yaml.safe_load_all(done.stdout)] == documents(KUBERNETES / f"{name}.yaml")
 
 
-@pytest.mark.parametrize("name", RENDERED)
-def test_times_of_a_pod(name: str) -> None:
-    pod, container = pod_of(name)
+@pytest.mark.parametrize(("name", "workload"), PODS)
+def test_times_of_a_pod(name: str, workload: str) -> None:
+    pod, container = pod_of(name, workload)
     config = served([*entry_point()[0], *container["args"]])
     shutdown_s, pause_s = (
         config.recipe.server.shutdown_s,
@@ -123,7 +140,7 @@ def test_times_of_a_pod(name: str) -> None:
         assert container[probe]["httpGet"]["port"] == "http"
 
 
-@pytest.mark.parametrize("name", RENDERED)
+@pytest.mark.parametrize("name", ["one", "several"])
 def test_a_pod_s_parts_fit_each_other(name: str) -> None:
     found, (pod, container) = objects(name), pod_of(name)
     server = served([*entry_point()[0], *container["args"]]).recipe.server
@@ -150,21 +167,85 @@ def test_a_pod_s_parts_fit_each_other(name: str) -> None:
     assert shared == (found["Deployment"]["spec"]["replicas"] > 1)
 
 
-@pytest.mark.parametrize("name", RENDERED)
-def test_a_pod_has_no_rights(name: str) -> None:
-    pod, container = pod_of(name)
+@pytest.mark.parametrize(("name", "workload"), PODS)
+def test_a_pod_has_no_rights(name: str, workload: str) -> None:
+    pod, container = pod_of(name, workload)
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert container["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
+    for one in (container, *pod.get("initContainers", [])):
+        assert one["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
     gpus = [container["resources"][kind]["nvidia.com/gpu"] for kind in ("requests", "limits")]
     assert gpus == ["1", "1"]
     env = {one["name"]: one for one in container["env"]}
     assert all("value" not in one for one in env.values())  # keys come from a Secret
+    assert "account" not in {one["name"] for one in container["volumeMounts"]}
+
+
+def recipe_of(workload: str) -> Recipe:
+    """Return the recipe of a workload of prefill and decode."""
+    return served([*entry_point()[0], *pod_of("prefill-decode", workload)[1]["args"]]).recipe
+
+
+def test_decode_pods_reach_all_prefill_pods_and_nothing_else_does() -> None:
+    """Each pod of the StatefulSet has a name, which is a peer of the decode server."""
+    p, d = recipe_of("nanovllm-prefill").transfer, recipe_of("nanovllm-decode").transfer
+    assert p is not None and d is not None and (p.role, d.role) == ("prefill", "decode")
+    assert p.listen == "0.0.0.0:5600"
+    workload = named("prefill-decode", "StatefulSet", "nanovllm-prefill")["spec"]
+    service = named("prefill-decode", "Service", workload["serviceName"])["spec"]
+    assert service["clusterIP"] == "None"
+    pods = range(workload["replicas"])
+    assert d.peers == [f"nanovllm-prefill-{at}.{workload['serviceName']}:5600" for at in pods]
+    labels = [
+        named("prefill-decode", kind, of)["spec"]["template"]["metadata"]["labels"]
+        for kind, of in (("StatefulSet", "nanovllm-prefill"), ("Deployment", "nanovllm-decode"))
+    ]
+    policy = named("prefill-decode", "NetworkPolicy", "nanovllm-transfer")["spec"]
+    (rule,) = policy["ingress"]
+    (source,) = rule["from"]
+    assert rule["ports"] == [{"port": 5600}]
+    assert policy["podSelector"]["matchLabels"].items() <= labels[0].items()
+    assert source["podSelector"]["matchLabels"].items() <= labels[1].items()
+    for name, other in (("nanovllm-prefill", labels[1]), ("nanovllm-decode", labels[0])):
+        for kind, where in (("Service", "selector"), ("NetworkPolicy", "podSelector")):
+            selector = named("prefill-decode", kind, name)["spec"][where]
+            assert not selector.get("matchLabels", selector).items() <= other.items(), kind
+    own = named("prefill-decode", "NetworkPolicy", "nanovllm-prefill")["spec"]["ingress"]
+    assert [rule["ports"] for rule in own] == [[{"port": "http"}]]  # not the port of pages
+
+
+def test_the_sidecar_is_before_the_decode_engine() -> None:
+    """Clients and the endpoint picker use port 8000 of both roles. Only the sidecar has a token."""
+    pod, container = pod_of("prefill-decode", "nanovllm-decode")
+    (sidecar,) = pod["initContainers"]
+    engine = recipe_of("nanovllm-decode").server
+    assert sidecar["restartPolicy"] == "Always"
+    assert {f"--vllm-port={engine.port}", "--port=8000", "--enable-ssrf-protection=true"} <= {
+        *sidecar["args"]
+    }
+    assert recipe_of("nanovllm-prefill").server.port == sidecar["ports"][0]["containerPort"] == 8000
+    assert [port["containerPort"] for port in container["ports"]] == [engine.port]
+    assert (
+        named("prefill-decode", "Service", "nanovllm-decode")["spec"]["ports"][0]["targetPort"]
+        == sidecar["ports"][0]["containerPort"]
+    )
+    assert [one["name"] for one in sidecar["volumeMounts"]] == ["account"]
+    role = named("prefill-decode", "Role", "nanovllm-sidecar-decode")
+    assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"get", "list", "watch"}
+    for workload in ("nanovllm-prefill", "nanovllm-decode"):
+        server = recipe_of(workload).server
+        assert not server.metrics_key  # the endpoint picker's scraper has no key
+        (secret,) = [
+            one["valueFrom"]["secretKeyRef"]["key"]
+            for one in pod_of("prefill-decode", workload)[1]["env"]
+            if one["name"] == "NANOVLLM_TRANSFER_SECRET"
+        ]
+        assert secret == "transfer-secret"
 
 
 def test_the_image_runs_the_server_without_a_shell_or_root() -> None:
