@@ -18,7 +18,9 @@ class KvEvents(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # Address of the PUB socket, as in tcp://*:5557 (all interfaces). Engine k adds k to the port.
     endpoint: str | None = None
     replay: str | None = None  # likewise of the ROUTER socket that repeats batches; None: none
-    topic: str = "auto"  # kv@POD@MODEL; auto: kv@HOSTNAME@SERVED_NAME
+    # kv@POD@MODEL, which llm-d expects, or an empty text, which vllm-router 0.1.17 expects.
+    # auto: kv@HOSTNAME@SERVED_NAME.
+    topic: str = "auto"
     # Number of batches, of at most one per step: those kept for `replay`, those that may wait for
     # the publishing thread, and those that may wait for one slow subscriber. More are dropped.
     buffer_steps: int = 10_000
@@ -41,8 +43,11 @@ def check_events(events: KvEvents | None, *, prefix: bool, num_engines: int) -> 
             f"it must be between 1 and {MOST_STEPS}"
         )
     parts = events.topic.split("@")
-    if events.topic != "auto" and (len(parts) != 3 or parts[0] != "kv" or not all(parts)):
-        raise ConfigError(f"kv_events.topic is {events.topic!r}; write kv@POD@MODEL, or auto")
+    is_named = len(parts) == 3 and parts[0] == "kv" and all(parts)
+    if events.topic not in ("auto", "") and not is_named:
+        raise ConfigError(
+            f"kv_events.topic is {events.topic!r}; write kv@POD@MODEL, auto, or an empty text"
+        )
     ports = [_port(events.endpoint, "endpoint", num_engines)]
     if events.replay is not None:
         ports.append(_port(events.replay, "replay", num_engines))

@@ -28,7 +28,8 @@ def page_log_of(
     topic = asked.topic
     if topic == "auto":
         topic = f"kv@{socket.gethostname()}@{config.served_name}"
-    kind = "mla_attention" if layout.paged[0].kind == "latent" else "full_attention"
+    is_latent = any(group.kind == "latent" for group in layout.paged)
+    kind = "mla_attention" if is_latent else "full_attention"
     writer = EventWriter(int(recipe.cache.page_tokens), kind)
     publisher = EventPublisher(asked, topic, place.engine or 0, writer)
     return PageLog(publisher.send, publisher.close)

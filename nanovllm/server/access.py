@@ -32,22 +32,22 @@ from nanovllm.hosts import (
 from nanovllm.server.asgi import Scope, header, local_port
 from nanovllm.server.errors import MAX_VALUE_CHARS, ApiError, shortened
 
+METRICS = "/metrics"
 API = ("/v1/", "/health", "/ready", "/version")  # paths that an allowed origin of `*` opens
 HOSTS, ORIGINS = "server.allowed_hosts", "server.allowed_origins"
 
 
 class Access:
-    def __init__(self, server: Server, bound: str, open_port: int | None = None) -> None:
+    def __init__(self, server: Server, bound: str, metrics_port: int | None = None) -> None:
         """`bound` is the address of the listening socket; `server.host` may be a name for it.
 
-        `open_port` is a second port, which never needs a key. Nor does /metrics, if the recipe says
-        so.
+        `metrics_port` is the port that never needs a key, if there is one.
         """
         by_name = address_of(server.host) is None
         is_local = is_loopback(server.host) or (by_name and is_loopback(bound))
         self._checks_host = is_local and server.api_key is None
         self._is_local = is_local
-        self._open_port = open_port
+        self._metrics_port = metrics_port
         self._metrics_key = server.metrics_key
         self._hosts = {host_of(name) for name in ("localhost", server.host, *server.allowed_hosts)}
         self._given_hosts, self._given_origins = server.allowed_hosts, server.allowed_origins
@@ -57,17 +57,20 @@ class Access:
     def check(self, scope: Scope) -> None:
         """Raise ApiError (403) if the request comes from a page that may not use the server."""
         host = header(scope, b"host")
-        if host is not None and (self._checks_host or (self._is_local and self._is_open(scope))):
+        is_open = self.opens_metrics(scope) and scope["path"] == METRICS
+        if host is not None and (self._checks_host or (self._is_local and is_open)):
             self._check_host(host.decode("latin-1"))
         origin = header(scope, b"origin")
         if origin is not None and not self._opens_api and not self._is_known(scope, origin):
             raise self._foreign(origin.decode("latin-1"))
 
-    def _is_open(self, scope: Scope) -> bool:
-        """Return True if the request may need no key where others do."""
-        if not self._metrics_key and scope["path"] == "/metrics":
-            return True
-        return self._open_port is not None and local_port(scope) == self._open_port
+    def is_for_metrics(self, scope: Scope) -> bool:
+        """Return True for a request at the port of metrics."""
+        return self._metrics_port is not None and local_port(scope) == self._metrics_port
+
+    def opens_metrics(self, scope: Scope) -> bool:
+        """Return True if /metrics needs no key at the request's port, where others may need one."""
+        return not self._metrics_key or self.is_for_metrics(scope)
 
     def readable_by(self, scope: Scope) -> bytes | None:
         """Return the value of Access-Control-Allow-Origin for a request that passes `check`.

@@ -11,7 +11,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ import msgspec
 from nanovllm import __version__
 from nanovllm.config import Server as ServerConfig
 from nanovllm.log import fields
-from nanovllm.server.access import Access
+from nanovllm.server.access import METRICS as METRICS, Access
 from nanovllm.server.adapters import LOAD, MAX_BYTES, UNLOAD, RuntimeAdapters
 from nanovllm.server.asgi import (
     JSON,
@@ -31,7 +31,6 @@ from nanovllm.server.asgi import (
     Send,
     Writer,
     header,
-    local_port,
     read_body,
     unless_left,
 )
@@ -50,13 +49,14 @@ from nanovllm.server.template import Prompt
 
 log = logging.getLogger("server")
 CHAT = "/v1/chat/completions"
+RENDER = f"{CHAT}/render"  # the token ids of a prompt, for routers that read cache events
 MODELS = "/v1/models"
 TEXT = b"text/plain; charset=utf-8"
-METRICS = "/metrics"
 PROBES = ("/health", "/ready")  # monitoring systems have no key
 READING = ("GET", "HEAD")
 QUIET_S = 10.0  # seconds without events after which a stream gets a comment
 MAX_LARGE_BODIES = 4  # number of bodies of the maximum size that fit at once
+Prepare = Callable[[Scope, Receive], Awaitable[tuple[ChatRequest, Prompt]]]
 OUTSIDE = (401, 403, 404, 405, 415)  # statuses whose log lines are limited in rate
 
 
@@ -72,16 +72,13 @@ class App:
         large: LargeBodies,
         access: Access,
         adapters: RuntimeAdapters | None = None,
-        metrics_port: int | None = None,
     ) -> None:
         """`threads` renders and tokenises prompts of small bodies; `large` handles large bodies.
 
-        Without `adapters`, they cannot be changed. `metrics_port` has no other route than METRICS
-        and PROBES, and needs no key.
+        Without `adapters`, they cannot be changed.
         """
         self._adapters = adapters
-        self._metrics_port = metrics_port
-        self._posts = (CHAT,) if adapters is None else (CHAT, LOAD, UNLOAD)
+        self._posts = (CHAT, RENDER) if adapters is None else (CHAT, RENDER, LOAD, UNLOAD)
         self.access = access
         self.refusals = RefusalLog()
         self.is_draining = False  # new requests are refused, and /health answers 503
@@ -90,7 +87,6 @@ class App:
         self._engines = engines
         self._served = served
         self._max_body_bytes = config.max_body_bytes
-        self._open_paths = PROBES if config.metrics_key else (METRICS, *PROBES)
         self._key = None if config.api_key is None else config.api_key.encode()
         self._threads = threads
         self._large = large
@@ -159,11 +155,13 @@ class App:
         self.access.check(scope)
         path: str = scope["path"]
         look, answer = self._looks.get(path), self._answers.get(path)
-        if self._metrics_port is not None and local_port(scope) == self._metrics_port:
+        if self.access.is_for_metrics(scope):
             if path not in (METRICS, *PROBES):
                 text = f"this port has {METRICS}, /health and /ready only; use server.port"
                 raise ApiError(404, text, code="not_found")
-        elif path not in self._open_paths and (look is None or path.startswith((DEBUG, METRICS))):
+        elif path == METRICS and self.access.opens_metrics(scope):
+            pass
+        elif path not in PROBES and (look is None or path.startswith((DEBUG, METRICS))):
             self._authorise(scope)
         if path.startswith(f"{MODELS}/"):
             answer = partial(self._model, path.removeprefix(f"{MODELS}/"))
@@ -180,6 +178,8 @@ class App:
             writer.respond(200, *answer(), [(b"x-request-id", request_id.encode())])
         elif path == CHAT:
             await self._chat(scope, receive, writer, request_id)
+        elif path == RENDER:
+            await self._render(scope, receive, writer, request_id)
         else:
             await self._change(scope, receive, writer)
 
@@ -210,23 +210,7 @@ class App:
 
     async def _chat(self, scope: Scope, receive: Receive, writer: Writer, request_id: str) -> None:
         begun = time.monotonic()
-        if self.is_draining:
-            raise shutting_down()
-        kind = (header(scope, b"content-type") or b"missing").partition(b";")[0].strip()
-        if kind.lower() != JSON:
-            text = f"the content-type must be application/json, not {kind[:100].decode('latin-1')}"
-            raise ApiError(415, text, code="invalid_content_type")
-        if (coding := header(scope, b"content-encoding") or b"identity").lower() != b"identity":
-            shown = coding[:100].decode("latin-1")
-            text = f"the body must not be compressed (content-encoding: {shown}); send plain JSON"
-            raise ApiError(400, text, code="invalid_content_encoding")
-        task = asyncio.current_task()
-        assert task is not None
-        self._preparing.add(task)
-        try:
-            request, prompt = await self._prepared(scope, receive)
-        finally:
-            self._preparing.discard(task)
+        request, prompt = await self._counted(scope, receive, self._prepared)
         request_id = request.request_id or request_id
         route = self._engines.route(request, prompt, self._served.adapter_of(request))
         stream = Stream(
@@ -250,6 +234,33 @@ class App:
             self._streams.discard(stream)
             route.done(stream.tally.num_cached)
             log.info("request %s", stream.summary)
+
+    async def _render(
+        self, scope: Scope, receive: Receive, writer: Writer, request_id: str
+    ) -> None:
+        """Respond with the prompt's token ids, under vLLM's name."""
+        request, prompt = await self._counted(scope, receive, self._prompted)
+        body = {"model": request.model or self._served.name, "token_ids": prompt.ids}
+        headers = [(b"x-request-id", request_id.encode())]
+        writer.respond(200, JSON, msgspec.json.encode(body), headers)
+
+    async def _counted(
+        self, scope: Scope, receive: Receive, prepare: Prepare
+    ) -> tuple[ChatRequest, Prompt]:
+        """Return what `prepare` makes of the body. Meanwhile, the request counts as open.
+
+        Raise ApiError if its body is not plain JSON, or if the server shuts down.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._preparing.add(task)
+        try:
+            if self.is_draining:
+                raise shutting_down()
+            check_headers(scope)
+            return await prepare(scope, receive)
+        finally:
+            self._preparing.discard(task)
 
     async def _prepared(self, scope: Scope, receive: Receive) -> tuple[ChatRequest, Prompt]:
         """Read and check the body. Return the request and its prompt, with the grammar if there is
@@ -315,3 +326,15 @@ class App:
 
     def _version(self) -> tuple[bytes, bytes]:
         return JSON, msgspec.json.encode({"version": __version__})
+
+
+def check_headers(scope: Scope) -> None:
+    """Raise ApiError if the headers describe a body that is not plain JSON."""
+    kind = (header(scope, b"content-type") or b"missing").partition(b";")[0].strip()
+    if kind.lower() != JSON:
+        text = f"the content-type must be application/json, not {kind[:100].decode('latin-1')}"
+        raise ApiError(415, text, code="invalid_content_type")
+    if (coding := header(scope, b"content-encoding") or b"identity").lower() != b"identity":
+        shown = coding[:100].decode("latin-1")
+        text = f"the body must not be compressed (content-encoding: {shown}); send plain JSON"
+        raise ApiError(400, text, code="invalid_content_encoding")

@@ -69,26 +69,21 @@ def run(
         engines = await Engines.connect(engine_paths, config.recipe, first_life)
         hear(partial(cast(Any, asyncio.get_running_loop()).call_soon_threadsafe, engines.end))
         sys.setswitchinterval(SWITCH_S)
-        served = Served(config, engines.ready)
+        served = served_model(config, engines, worker)
         counts = HttpCounts()
-        for warning in served.warnings() if worker == 0 else ():
-            log.warning(warning)
         with (
             ThreadPoolExecutor(NUM_THREADS, "prompt") as threads,
             LargeBodies(config, engines.ready) as large,
         ):
             settings = config.recipe.server
-            bound, *further = [sock.getsockname() for sock in socks]
-            metrics_port = further[0][1] if further else None
-            access = Access(settings, bound[0], metrics_port)
+            access = access_of(settings, socks)
             metrics = MetricsPage(
                 engines=engines,
                 counts=counts,
                 folder=Path(engine_paths[0]).parent,
                 worker=worker,
                 num_workers=settings.workers,
-                own_port=metrics_port,
-                is_open=not settings.metrics_key,
+                summed=access.opens_metrics,
             )
             await metrics.listen()
             app = App(
@@ -101,7 +96,6 @@ def run(
                 large=large,
                 adapters=runtime_adapters(config, engines, served, large),
                 access=access,
-                metrics_port=metrics_port,
             )
             gc.collect()
             gc.freeze()  # the vocabulary's objects are never garbage
@@ -114,6 +108,20 @@ def run(
     _raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
+
+
+def served_model(config: Config, engines: Engines, worker: int) -> Served:
+    """Return what is served. The first API process also logs the warnings about it."""
+    served = Served(config, engines.ready)
+    for warning in served.warnings() if worker == 0 else ():
+        log.warning(warning)
+    return served
+
+
+def access_of(settings: ServerConfig, socks: Sequence[socket.socket]) -> Access:
+    """Return the checks of a server that listens on one socket, or on two."""
+    bound, *further = [sock.getsockname() for sock in socks]
+    return Access(settings, bound[0], further[0][1] if further else None)
 
 
 def runtime_adapters(

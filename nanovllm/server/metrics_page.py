@@ -8,13 +8,14 @@ reason a restarted process continues from its earlier counts, which the others r
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from nanovllm.ipc.channel import make_private
-from nanovllm.server.asgi import Scope, Writer, local_port
+from nanovllm.server.asgi import Scope, Writer
 from nanovllm.server.engines import Engines
 from nanovllm.server.metrics import HttpCounts, Samples, counted, render
 
@@ -32,15 +33,13 @@ class MetricsPage:
         folder: Path,
         worker: int,
         num_workers: int,
-        own_port: int | None = None,
-        is_open: bool = False,
+        summed: Callable[[Scope], bool] = lambda _: False,
     ) -> None:
         """`folder` contains the server's sockets.
 
-        On `own_port`, and with `is_open` on all ports, some gauges are sums over engines.
+        Where `summed` returns True for a request, some gauges are sums over engines.
         """
-        self._own_port = own_port
-        self._is_open = is_open
+        self._summed = summed
         self._engines = engines
         self._counts = counts
         self._paths = [folder / f"{at}.api" for at in range(num_workers)]
@@ -78,8 +77,7 @@ class MetricsPage:
     async def __call__(self, scope: Scope, writer: Writer) -> None:
         await asyncio.gather(*map(self._fetch, self._others()))
         processes = [self._counted(), *self._counts_of.values()]
-        is_own = self._own_port is not None and local_port(scope) == self._own_port
-        page = render(self._engines.seen(), processes, summed=is_own or self._is_open)
+        page = render(self._engines.seen(), processes, summed=self._summed(scope))
         writer.respond(200, METRICS_TEXT, page, [])
 
     def _counted(self) -> Samples:

@@ -58,7 +58,7 @@ def line_of(server: Server, answer: httpx.Response) -> str:
 def served(server: Server) -> float:
     """Return the number of chat requests that the server has answered."""
     page = httpx.get(f"{server.url}/metrics").text
-    pattern = r"nanovllm:http_requests_total.*chat.*200\"} (\d+)"
+    pattern = r'nanovllm:http_requests_total.*path="/v1/chat/completions",status="200"} (\d+)'
     return sum(map(int, re.findall(pattern, page)))
 
 
@@ -155,3 +155,50 @@ def test_two_plain_servers_share_the_requests() -> None:
         assert choices(post(router.url, body))[0]["message"]["content"] in texts
     router.stop()
     assert servers[1].stop() == 0
+
+
+def test_events_lead_requests_to_the_server_that_has_their_prefix() -> None:
+    """The router's policy kv_aware reads cache events, and prompts by the route `render`.
+
+    Each server has the prefix of one question, from before the router's start. The next event shows
+    the router that it has missed some, and it asks for a replay.
+    """
+    ports = [free_port() for _ in range(4)]
+    servers = [
+        start(
+            "paper", "--set", "paper.tokens_per_s=500", "--set", "cache.page_tokens=16",
+            "--set", f"kv_events.endpoint=tcp://127.0.0.1:{ports[at]}",
+            "--set", "kv_events.topic=''",
+            "--set", f"kv_events.replay=tcp://127.0.0.1:{ports[at + 2]}",
+        )
+        for at in (0, 1)
+    ]  # fmt: skip
+    bodies = [asked(name) | {"model": "paper"} for name in ("Ada", "Grace")]
+    for server, body in zip(servers, bodies, strict=True):
+        choices(post(server.url, body))
+    sources = [
+        flag
+        for at, server in enumerate(servers)
+        for flag in (
+            "--kv-event-source", f"{server.url}=tcp://127.0.0.1:{ports[at]}",
+            "--kv-event-replay-source", f"{server.url}=tcp://127.0.0.1:{ports[at + 2]}",
+        )
+    ]  # fmt: skip
+    router = start_router(
+        "--worker-urls", *[server.url for server in servers], "--policy", "kv_aware",
+        "--kv-event-block-size", "16", "--kv-event-model", "paper", "--log-level", "debug",
+        *sources,
+    )  # fmt: skip
+    for number in range(20):  # until the subscriptions have arrived, and the replays too
+        for server in servers:
+            choices(post(server.url, asked(f"Nr {number}") | {"model": "paper"}))
+        time.sleep(0.2)
+        if sum("replay sequence advanced" in line for line in router.lines) >= 6:
+            break
+    before = [served(server) for server in servers]
+    for body in bodies * 3:
+        choices(post(router.url, body))
+    router_log = "".join(router.lines)
+    router.stop()
+    assert [served(server) for server in servers] == [before[0] + 3, before[1] + 3], router_log
+    assert [server.stop() for server in servers] == [0, 0]

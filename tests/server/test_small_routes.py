@@ -120,3 +120,21 @@ def test_requests_are_counted_by_path_and_status(api) -> None:
         ("other", 404): 20,
         ("/metrics", 200): 1,
     }
+
+
+def test_a_prompt_is_rendered_as_it_would_be_computed(api) -> None:
+    """Under vLLM's name, for routers that compare prompts with cache events."""
+    render = "/v1/chat/completions/render"
+    asked = body("What is a page?", chat_template_kwargs={"enable_thinking": True})
+    found = api.http.post(render, json=asked)
+    assert found.status_code == 200 and found.headers["x-request-id"]
+    computed = api.http.post(CHAT, json=asked | {"return_token_ids": True}).json()
+    assert found.json() == {"model": "demo", "token_ids": computed["prompt_token_ids"]}
+    long = api.http.post(render, json=body("page " * 20_000))  # by the process of large bodies
+    assert long.status_code == 400 and "messages" in long.text
+    wrong = api.http.post(render, json={"messages": []})
+    assert wrong.status_code == 400 and "messages" in wrong.text
+    assert api.http.post(render, content=b"{}").status_code == 415
+    assert api.http.get(render).status_code == 405
+    labels = f'{{model_name="demo",path="{render}",status="200"}}'
+    assert f"nanovllm:http_requests_total{labels} 1" in api.http.get("/metrics").text
