@@ -340,7 +340,8 @@ SERVERS: Table = {
               "fingerprint-*", "see /debug/steps, and nsys or py-spy"),
     ),
     "Other": (
-        never("kv-transfer-config kv-events-config kv-sharing-* disaggregation-* ec-* "
+        use("kv-events-config", "--set kv_events.endpoint=ADDRESS", "tcp://HOST:PORT; a section"),
+        never("kv-transfer-config kv-sharing-* disaggregation-* ec-* "
               "mooncake-* enable-pd* pdmux-* enable-kv-cache-sharding enable-linker-* "
               "num-reserved-decode-tokens", "use --role and a recipe's section transfer"),
         never("dllm-* diffusion-config engram-config modelopt-* forward-hooks additional-config "
