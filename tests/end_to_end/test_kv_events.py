@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
+import pytest
 
-from tests.end_to_end.demo_server import start
+from tests.end_to_end.demo_server import Server, start
 from tests.kv.router_index import Index, Subscriber
 
 PAGE = 16
 
 
-def ports() -> tuple[int, int]:
-    """Return two free ports, each with a free one after it."""
-    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("", 0)) as second:
-        return first.getsockname()[1], second.getsockname()[1]
+def free_pair(after: int) -> int:
+    """Return a port above `after` that is free, and so is the next one."""
+    for port in range(after + 1, 65535):
+        with (
+            suppress(OSError),
+            socket.create_server(("127.0.0.1", port)),
+            socket.create_server(("127.0.0.1", port + 1)),
+        ):
+            return port
+    raise AssertionError("no two free ports")
 
 
-def test_two_engines_publish_their_pages() -> None:
+@pytest.fixture
+def stopped_later() -> Iterator[list[Server]]:
+    servers: list[Server] = []
+    yield servers
+    for server in servers:
+        if server.process.poll() is None:
+            server.stop()
+
+
+def test_two_engines_publish_their_pages(stopped_later: list[Server]) -> None:
     """Each has its own port, with the salt and the adapter of each request."""
-    events, replay = ports()
+    events = free_pair(20_000 + os.getpid() % 5_000)
+    replay = free_pair(events + 1)
     section = f"endpoint: 'tcp://127.0.0.1:{events}', replay: 'tcp://127.0.0.1:{replay}'"
     server = start(
         "--dp", "2", "--device", "cpu", "--set", f"cache.page_tokens={PAGE}",
         "--set", "adapters.folder=demo", "--set", f"kv_events={{{section}, topic: kv@pod@demo}}",
     )  # fmt: skip
+    stopped_later.append(server)
     addresses = [
         (f"tcp://127.0.0.1:{events + at}", f"tcp://127.0.0.1:{replay + at}") for at in (0, 1)
     ]

@@ -12,6 +12,7 @@ import signal
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -60,6 +61,33 @@ def served(server: Server) -> float:
     page = httpx.get(f"{server.url}/metrics").text
     pattern = r'nanovllm:http_requests_total.*path="/v1/chat/completions",status="200"} (\d+)'
     return sum(map(int, re.findall(pattern, page)))
+
+
+@dataclass
+class Running:
+    """Processes of one test."""
+
+    servers: list[Server] = field(default_factory=list)
+    routers: list[Router] = field(default_factory=list)
+
+    def server(self, *arguments: str) -> Server:
+        self.servers.append(start("paper", "--set", "paper.tokens_per_s=500", *arguments))
+        return self.servers[-1]
+
+    def router(self, *arguments: str) -> Router:
+        self.routers.append(start_router(*arguments))
+        return self.routers[-1]
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    running = Running()
+    yield running
+    for router in running.routers:
+        router.stop()
+    for server in running.servers:
+        if server.process.poll() is None:
+            server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -138,11 +166,11 @@ def test_p_is_full_and_d_computes(pair: Pair) -> None:
     assert "loaded=" not in line_of(d, found)
 
 
-def test_two_plain_servers_share_the_requests() -> None:
+def test_two_plain_servers_share_the_requests(running: Running) -> None:
     """With one killed, the other one answers all of them."""
-    servers = [start("paper", "--set", "paper.tokens_per_s=500") for _ in range(2)]
+    servers = [running.server() for _ in range(2)]
     urls = [server.url for server in servers]
-    router = start_router("--worker-urls", *urls, "--policy", "round_robin")
+    router = running.router("--worker-urls", *urls, "--policy", "round_robin")
     body = asked("Barbara") | {"model": "paper"}
     texts = {choices(post(router.url, body))[0]["message"]["content"] for _ in range(6)}
     assert len(texts) == 1
@@ -153,11 +181,10 @@ def test_two_plain_servers_share_the_requests() -> None:
         os.kill(pid, signal.SIGKILL)
     for _ in range(4):
         assert choices(post(router.url, body))[0]["message"]["content"] in texts
-    router.stop()
     assert servers[1].stop() == 0
 
 
-def test_events_lead_requests_to_the_server_that_has_their_prefix() -> None:
+def test_events_lead_requests_to_the_server_that_has_their_prefix(running: Running) -> None:
     """The router's policy kv_aware reads cache events, and prompts by the route `render`.
 
     Each server has the prefix of one question, from before the router's start. The next event shows
@@ -165,10 +192,9 @@ def test_events_lead_requests_to_the_server_that_has_their_prefix() -> None:
     """
     ports = [free_port() for _ in range(4)]
     servers = [
-        start(
-            "paper", "--set", "paper.tokens_per_s=500", "--set", "cache.page_tokens=16",
+        running.server(
+            "--set", "cache.page_tokens=16", "--set", "kv_events.topic=''",
             "--set", f"kv_events.endpoint=tcp://127.0.0.1:{ports[at]}",
-            "--set", "kv_events.topic=''",
             "--set", f"kv_events.replay=tcp://127.0.0.1:{ports[at + 2]}",
         )
         for at in (0, 1)
@@ -184,7 +210,7 @@ def test_events_lead_requests_to_the_server_that_has_their_prefix() -> None:
             "--kv-event-replay-source", f"{server.url}=tcp://127.0.0.1:{ports[at + 2]}",
         )
     ]  # fmt: skip
-    router = start_router(
+    router = running.router(
         "--worker-urls", *[server.url for server in servers], "--policy", "kv_aware",
         "--kv-event-block-size", "16", "--kv-event-model", "paper", "--log-level", "debug",
         *sources,
@@ -198,7 +224,6 @@ def test_events_lead_requests_to_the_server_that_has_their_prefix() -> None:
     before = [served(server) for server in servers]
     for body in bodies * 3:
         choices(post(router.url, body))
-    router_log = "".join(router.lines)
-    router.stop()
-    assert [served(server) for server in servers] == [before[0] + 3, before[1] + 3], router_log
+    now = [served(server) for server in servers]
+    assert now == [before[0] + 3, before[1] + 3], "".join(router.lines)
     assert [server.stop() for server in servers] == [0, 0]
