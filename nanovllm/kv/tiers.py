@@ -121,9 +121,8 @@ class HostTier:
         and `num_pages` that are loaded with it.
         """
         parts = [] if self.below is None else self.below.state_keys(end)
-        if any(map(self._writes.is_removed, parts)):
-            return []
-        return parts if len(parts) + num_pages <= self._num_blank() else []
+        is_valid = not any(map(self._writes.is_removed, parts))
+        return parts if is_valid and len(parts) + num_pages <= self._num_blank() else []
 
     def _is_below(self, key: Key) -> bool:
         if self.below is None or key in self._storing or self._writes.is_removed(key):

@@ -30,7 +30,7 @@ SECRET = "the secret of these tests"
 KEY = TicketKey(SECRET)
 LAYOUT, IDENTITY = b"layout", b"identity"
 PARTS = 2  # of a state
-LOST = -99  # state of a load that failed
+LOST = -99  # state whose parts differ
 SILENCE = 3  # steps until a frozen P is given up
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -220,6 +220,9 @@ class ArrivingTransfers(PaperTransfers):
     def holds(self, key: bytes) -> bool:
         return self.remote.holds(key)
 
+    def keys_of_parts(self, key: bytes) -> list[bytes]:
+        return self.remote.keys_of_parts(key)
+
     def state_keys(self, key: bytes) -> list[bytes]:
         return self.remote.state_keys(key)
 
@@ -240,7 +243,7 @@ class ArrivingTransfers(PaperTransfers):
         for _, page in copies.pairs:
             self._write(page, [[BUSY] * PAGE for _ in self.memories])
         if copies.state_fetches:
-            self.d.gpu.checkpoints[copies.state_to] = LOST
+            self.saved[copies.state_to] = BUSY
         numbers = self.remote.read_all([(key, cells[slot]) for key, slot in wanted])  # type: ignore[misc]
         one = Fetching(copies, transfer, cells, set(numbers))
         self.by_ticket[copies.ticket] = one
@@ -261,6 +264,8 @@ class ArrivingTransfers(PaperTransfers):
             if slot in one.cells:
                 blank = [[BUSY] * PAGE for _ in self.memories]
                 one.transfer.content[at] = one.cells[slot].content if one.ok else blank
+        states = {one.cells[slot].content for _, slot in one.copies.state_fetches}
+        one.transfer.state = states.pop() if len(states) == 1 else LOST
 
     def _end(self, one: Transfer) -> Moved:
         fetching = self.by_ticket.pop(one.ticket, None) if one.kind == "load" else None
@@ -268,11 +273,7 @@ class ArrivingTransfers(PaperTransfers):
         moved = super()._end(one)
         if fetching is not None:
             self.counts["arrived" if fetching.ok else "lost"] += 1
-            if fetching.ok and fetching.copies.state_fetches:
-                states = {fetching.cells[slot].content for _, slot in fetching.copies.state_fetches}
-                state = states.pop() if len(states) == 1 else LOST
-                self.d.gpu.checkpoints[fetching.copies.state_to] = state
-                self.counts["states"] += 1
+            self.counts["states"] += fetching.ok and bool(one.parts)
             if fetching.ok and self.rng.randint(0, 1):
                 return self._as_if_direct(one, moved)
         return moved
