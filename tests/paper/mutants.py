@@ -206,7 +206,7 @@ MUTANTS = [
     Mutant("drafting has no pages", SCHEDULER, "ends_R + drafts_R + self.tokens_ahead", "ends_R + drafts_R", "test_pages_are_granted_before_drafting_needs_them"),
     Mutant("drafting has pages beyond the limit", SCHEDULER, "reach_R = np.minimum(ends_R + drafts_R + self.tokens_ahead, decoding.limit[slots_R])", "reach_R = ends_R + drafts_R + self.tokens_ahead", "test_pages_are_granted_before_drafting_needs_them"),
     Mutant("drafting gets one page a step", SCHEDULER, "            if not any(granted):\n", "            if granted:\n", "test_pages_are_granted_before_drafting_needs_them"),
-    Mutant("a model proposes whatever its drafts are worth", DRAFTING, "bool(self._worthwhile(step + 1, slots_R, most_R).any())", "True", "test_a_model_whose_drafts_fail_proposes_in_few_steps"),
+    Mutant("a model proposes whatever its drafts are worth", DRAFTING, "bool(self._worthwhile(step + 1, slots_R, most_R)[0].any())", "True", "test_a_model_whose_drafts_fail_proposes_in_few_steps"),
     Mutant("drafts are fed that no step proposed", DRAFTING, "self.most * self._proposed", "self.most", "test_a_model_whose_drafts_fail_proposes_in_few_steps"),
     Mutant("drafts have the noise of the token before", DRAFTER, "logits_RV, slots_R, newest_R + nth)", "logits_RV, slots_R, newest_R + nth - 1)", "test_all_drafts_of_the_target_itself_are_accepted"),
     Mutant("later passes are one position late", DRAFTER, "drafts[-1], newest_R + nth - 1)", "drafts[-1], newest_R + nth)", "test_all_drafts_of_the_target_itself_are_accepted"),
