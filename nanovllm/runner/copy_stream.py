@@ -25,7 +25,7 @@ from nanovllm.plan import Copies
 from nanovllm.runner.results import Event, HostEvent
 
 SLICE, MOST_IN_FLIGHT = 16, 2  # pages that are enqueued together, and slices at a time
-COPY = Callable[[Copies, int, Tensor | None], None]
+CopyPart = Callable[[Copies, int, Tensor | None], None]
 
 
 class StartedCopies:
@@ -35,16 +35,18 @@ class StartedCopies:
         self.copies, self.num_bytes, self.issued = copies, num_bytes, issued
         self.begin: Event = None
         self.end: Event = None
-        self.error: BaseException | None = None
         self.is_enqueued = threading.Event()
 
-    def has_ended(self) -> bool:
-        """Return whether all bytes are there. Raise the error that prevented it."""
-        if not self.is_enqueued.is_set():
-            return False
-        if self.error is not None:
-            raise self.error
-        return bool(self.end.query())
+    def follow(self, *streams: Any) -> None:  # noqa: ANN401
+        """Order later work of these streams after the end. Wait until the copies are enqueued.
+
+        Raise RuntimeError if they will never be.
+        """
+        self.is_enqueued.wait()
+        if self.end is None:
+            raise RuntimeError("pages were not copied, since the thread that copies has failed")
+        for stream in streams:
+            stream.wait_event(self.end)
 
 
 class CopyStream:
@@ -55,10 +57,11 @@ class CopyStream:
     `call_when_ended` is called from a thread after the end of each transfer.
     """
 
-    def __init__(self, copy: COPY, device: torch.device, page_bytes: int) -> None:
+    def __init__(self, copy: CopyPart, device: torch.device, page_bytes: int) -> None:
         self._copy, self._device = copy, device
         self._started: deque[StartedCopies] = deque()
         self._in_flight: deque[tuple[Event, bool]] = deque()  # ends of slices; used by one thread
+        self._error: BaseException | None = None  # of the thread, which then has ended
         self.call_when_ended: Callable[[], object] = lambda: None
         self.stream: Any = None
         self._new_event: Callable[[], Event] = HostEvent
@@ -72,6 +75,7 @@ class CopyStream:
 
     def start(self, copies: Copies, num_bytes: int, issued: Event) -> StartedCopies:
         """Begin a transfer after `issued`, an event of another stream, and return it."""
+        self._check()
         started = StartedCopies(copies, num_bytes, issued)
         self._started.append(started)
         if self.stream is None:
@@ -82,25 +86,34 @@ class CopyStream:
 
     def ended(self) -> list[StartedCopies]:
         """Return the transfers that have ended since the last call, in order."""
+        self._check()
         found = []
-        while self._started and self._started[0].has_ended():
+        while self._started:
+            oldest = self._started[0]
+            if not (oldest.is_enqueued.is_set() and oldest.end.query()):
+                break
             found.append(self._started.popleft())
         return found
 
+    def _check(self) -> None:
+        """Raise the error that has ended the thread, if there is one."""
+        if self._error is not None:
+            raise self._error
+
     def _run(self) -> None:
-        torch.cuda.set_device(self._device)
-        with torch.inference_mode():
-            while True:
-                if self._in_flight and self._to_enqueue.empty():
-                    self._wait_for_oldest()
-                    continue
-                started = self._to_enqueue.get()
-                try:
-                    self._enqueue(started)
-                except BaseException as error:
-                    started.error = error  # ended() raises it
-                    started.is_enqueued.set()
-                    self.call_when_ended()
+        try:
+            torch.cuda.set_device(self._device)
+            with torch.inference_mode():
+                while True:
+                    if self._in_flight and self._to_enqueue.empty():
+                        self._wait_for_oldest()
+                    else:
+                        self._enqueue(self._to_enqueue.get())
+        except BaseException as error:
+            self._error = error
+            for started in tuple(self._started):
+                started.is_enqueued.set()
+            self.call_when_ended()
 
     def _enqueue(self, started: StartedCopies) -> None:
         copies = started.copies

@@ -160,9 +160,8 @@ class Mover:
         On the first rank it has ended. On others it is about to.
         """
         if self._on_gpu:
-            started.is_enqueued.wait()
-            for stream in (torch.cuda.current_stream(), self._stores.stream, self._loads.stream):
-                stream.wait_event(started.end)
+            steps = torch.cuda.current_stream()
+            started.follow(steps, self._stores.stream, self._loads.stream)
 
     def _start(self, direction: CopyStream, copies: Copies, issued: Event) -> None:
         num_bytes = (len(copies.pairs) + len(copies.state_fetches)) * self.host.page_bytes

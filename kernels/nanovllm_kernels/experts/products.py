@@ -81,8 +81,16 @@ def expert_gate_up(
     least_warps: int = 1,
 ) -> Tensor:
     y_XF = x_TD.new_empty(len(x_TD) * num_chosen, gate_up_E2FD.shape[1] // 2)
-    weight = gate_up_E2FD, scale_EXX
-    _product(x_TD, *weight, rows, num_chosen, y_XF, gated=True, least_warps=least_warps)
+    _product(
+        x_TD,
+        gate_up_E2FD,
+        scale_EXX,
+        rows,
+        num_chosen,
+        y_XF,
+        gated=True,
+        least_warps=least_warps,
+    )
     return y_XF
 
 
