@@ -6,8 +6,8 @@ count more. The k-th draft is accepted with that fraction to the power of k. The
 tokens, rises with the number of rows: few rows leave arithmetic units idle, many use all of them.
 All drafts of a step together must gain more than their measured price (prices.py). Until it is
 measured, a fixed estimate takes its place. Rows whose drafts fail stop within a dozen steps. They
-probe again all together, in few steps, and less and less often while no row's drafts pay off. New
-rows start with the average over all rows.
+probe again all together, in few steps, and less and less often while no draft is accepted. New rows
+start with the average over all rows.
 
 All values are columns, one element per slot, as in decoding.py.
 """
@@ -33,7 +33,7 @@ LOW, HIGH, MANY_ROWS = 0.1, 0.5, 256  # cost of a draft with 1 row, and with MAN
 STEP_COST, PASS_COST = 0.1, 0.05
 PROBE_EVERY, PROBE_DRAFTS = 16, 2  # steps between probes (more with many rows), drafts per probe
 PROBE_SHARE = 0.01  # greatest share of the time for probes, which makes dear ones rarer
-MOST_DOUBLED = 4  # times that the steps between probes double while no drafts pay off
+MOST_DOUBLED = 4  # times that the steps between probes double while none is accepted
 
 
 class Drafting:
@@ -48,7 +48,7 @@ class Drafting:
         self.adapt, self.has_model = drafts.adapt, drafts.has_model
         self.prices = DraftPrices()
         self._num_fed = 0  # drafts of the latest planned step
-        self._failed_probes = 0  # in turn, since drafts last paid off
+        self._failed_probes = 0  # in turn, since a draft was last accepted
         self._proposed = True  # whether the latest planned step proposes drafts
         self.reach = np.zeros(num_slots, np.int32)  # tokens: the end of the drafts fed so far
         self._found = np.zeros(num_slots, np.int32)  # real drafts among the latest reported ones
@@ -80,8 +80,7 @@ class Drafting:
         drafts_R = found_R
         if self.adapt and np.count_nonzero(found_R):
             drafts_R, is_probe = self._worthwhile(step, slots_R, found_R)
-            if drafts_R.any():
-                self._failed_probes = self._failed_probes + 1 if is_probe else 0
+            self._failed_probes += is_probe and bool(drafts_R.any())
         self._num_fed = int(drafts_R.sum())
         if self._num_fed > budget:  # the first rows have precedence
             before_R = drafts_R.cumsum(dtype=np.int32) - drafts_R
@@ -158,6 +157,8 @@ class Drafting:
         self._weights[slots_R] = np.minimum(known_R, MOST_WEIGHT)
         share, new = float(right_R.sum() / compared_R.sum()), 1 - KEPT_BY_ALL ** compared_R.sum()
         self._rate_of_all += float(new) * (share - self._rate_of_all)
+        if right_R.any():
+            self._failed_probes = 0
         self._accepted += np.bincount(right_R, minlength=self.most + 1)
         self.draft_tokens += int(real_R.sum())
 

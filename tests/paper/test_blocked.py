@@ -27,7 +27,9 @@ def test_a_transfer_of_one_request_delays_no_other_that_can_start() -> None:
 
 def test_the_loop_is_blocked_while_pages_are_leased() -> None:
     class Lender:
-        def lend(self, request: str, pages: Sequence[int], text: bytes, num_tokens: int) -> str:
+        def lend(
+            self, request: str, pages: Sequence[int], text: bytes, num_tokens: int, *, state: int
+        ) -> str:
             self.pages = pages
             return "{}"
 
