@@ -209,7 +209,7 @@ def deltas(
 
     def run(part: slice) -> Tensor:
         y = y_TN[part].clone()
-        add_deltas(x_TD[part], y, *matrices, adapter_T[part].contiguous(), owner_P)
+        add_deltas(x_TD[part], lambda: y, *matrices, adapter_T[part].contiguous(), owner_P)
         return y
 
     return Check("add_deltas", shape.name, num_tokens, run)

@@ -7,6 +7,7 @@ fused parameter is a list of named parts, each cut separately.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,8 +98,9 @@ class Linear(Layer):
 
     def adapted_product(self, x_TD: Tensor, rows: AdaptedRows) -> Tensor:
         """Return y_TN with the deltas of adapters. No other operation is fused with it."""
-        y_TN = self._unfused(x_TD)
-        return y_TN if self.delta is None else self.delta.add(x_TD, y_TN, rows)
+        if self.delta is None:
+            return self._unfused(x_TD)
+        return self.delta.add(x_TD, lambda: self._unfused(x_TD), rows)
 
     def _unfused(self, x_TD: Tensor) -> Tensor:
         y_TN: Tensor = self.ops.by_rows(self.operand, Fusion())[len(x_TD)].run(x_TD, self.operand)
@@ -160,7 +162,7 @@ class NormLinear(Linear):
     def _adapted(self, residual: Residual, rows: AdaptedRows) -> tuple[Tensor, Added]:
         x_TD, stream = self.ops.norm(residual, self.norm_weight, self.eps)
         if self.gated and self.delta is not None:
-            return self.delta.add_gated(x_TD, self._unfused(x_TD), rows), stream
+            return self.delta.add_gated(x_TD, lambda: self._unfused(x_TD), rows), stream
         y_TN = self.adapted_product(x_TD, rows)
         return self.ops.silu_mul(y_TN) if self.gated else y_TN, stream
 
@@ -194,11 +196,11 @@ class AddLinear(Linear):
         """
         chosen = self.by_rows[len(residual.stream_TD)]
         if chosen.fused.residual:
-            stream_TD = chosen.run(x, self.operand, residual_TN=residual.stream_TD)
-            if rows is not None and self.delta is not None:
-                assert isinstance(x, Tensor)
-                stream_TD = self.delta.add(x, stream_TD, rows)
-            return Added(stream_TD)
+            add = partial(chosen.run, x, self.operand, residual_TN=residual.stream_TD)
+            if rows is None or self.delta is None:
+                return Added(add())
+            assert isinstance(x, Tensor)
+            return Added(self.delta.add(x, add, rows))
         if rows is not None:
             assert isinstance(x, Tensor)
             y: Any = self.adapted_product(x, rows)

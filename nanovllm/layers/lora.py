@@ -45,19 +45,20 @@ class Delta:
     widths: tuple[int, ...]  # columns of each part
     add_deltas: Callable[..., Tensor]  # nanovllm_kernels.adapters.reference.add_deltas
 
-    def add(self, x_TD: Tensor, y_TN: Tensor, rows: AdaptedRows) -> Tensor:
-        """Add the deltas to y, in place, and return it. Columns that only pad y stay."""
-        self._call(x_TD, y_TN, rows, gated=False)
-        return y_TN
+    def add(self, x_TD: Tensor, product: Callable[[], Tensor], rows: AdaptedRows) -> Tensor:
+        """Return product() with the deltas, added in place. Columns that only pad it stay."""
+        return self._call(x_TD, product, rows, gated=False)
 
-    def add_gated(self, x_TD: Tensor, y_T2F: Tensor, rows: AdaptedRows) -> Tensor:
-        """Return silu(gate) * up of y plus the deltas. May overwrite y."""
-        return self._call(x_TD, y_T2F, rows, gated=True)
+    def add_gated(self, x_TD: Tensor, product: Callable[[], Tensor], rows: AdaptedRows) -> Tensor:
+        """Return silu(gate) * up of product() plus the deltas."""
+        return self._call(x_TD, product, rows, gated=True)
 
-    def _call(self, x_TD: Tensor, y_TN: Tensor, rows: AdaptedRows, *, gated: bool) -> Tensor:
+    def _call(
+        self, x_TD: Tensor, product: Callable[[], Tensor], rows: AdaptedRows, *, gated: bool
+    ) -> Tensor:
         result: Tensor = self.add_deltas(
             x_TD,
-            y_TN[:, : self.b_RN.shape[1]],
+            product,
             self.a_RID,
             self.b_RN,
             widths=self.widths,

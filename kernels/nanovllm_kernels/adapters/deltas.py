@@ -1,13 +1,21 @@
 """Deltas of LoRA adapters in two launches: h = x A^T, then y += h B.
 
-The reference is add_deltas of reference.py. A table lists the pages of ranks that each tile of
-tokens uses. The first call of a step computes it, and the step's other calls share it. All sizes
-and counts are on the device, so CUDA graphs can contain all launches.
+The reference is add_deltas of reference.py. A table groups the tokens of each adapter into tiles,
+and lists the pages of its ranks. The first call of a step computes it, and the step's other calls
+share it. All sizes and counts are on the device, so CUDA graphs can contain all launches.
+
+Decision: a tile has tokens of one adapter. With tiles of adjacent tokens, each tile of 64 tokens
+with 8 adapters had the pages of all eight, one after the other: the products of a layer of Qwen3-8B
+took 200 us on an H200, and 40 us with one adapter.
 
 Decision: the inputs of a sum are cut into chunks, whose number depends on the product alone. With
 few tokens each chunk is a program's, which writes a partial sum. The second launch adds these in
 ascending order. With many tokens a program adds all chunks itself, in the same order. Pages are
 added in ascending order, too. So a row has the same bits with any other rows.
+
+Decision: the product that the deltas belong to is launched between the two. It prefetches its
+weights while h is computed, and the second launch prefetches B while the product runs. With one
+token h took 2 us of its own after each product.
 
 Decision: the second launch can apply the gate. So the sums of gate and up are not written. This
 saves 0.8 GB of traffic for 8,192 tokens of a layer of Qwen3-8B, and one launch.
@@ -17,15 +25,11 @@ of wgmma, which Triton chooses from 64 rows on.
 
 Decision: with few tokens both kernels are launched before their predecessors end. They read the
 table and their first matrix before they wait. A table of the same call is read after the wait.
-Predicted for Qwen3-8B on an H100, by 0.7 us for each dependent load, 1.2 us for an early launch and
-2.5 us for another; not measured yet. A layer with rank 16 has 2.4 MB for each adapter. Its four
-products take 14 us for one token, 16 us for 64 tokens with 1 adapter, 30 us with 8, and 90 us with
-64. They take 0.6 ms for 8,192 tokens, mostly the traffic of y. Before, one token took 95 us: three
-programs per launch had 32 to 96 serial loads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,21 +49,23 @@ FEW_TOKENS = 128  # up to here chunks of inputs are computed by programs of thei
 FEW_TILE, MANY_TILE = 16, 32  # tokens of a program
 COLUMNS = 128  # of a program
 MOST_PARTS = 4  # those of Qwen3.5's recurrent layers: qkv, z, b and a
-FEW_PAGES, MOST_PAGES = 4, 16  # of a tile that have their own programs: of one token, of more
-LISTED = tl.constexpr(256)  # pages that are compared with a tile's adapters at once
+ONE_PAGES, FEW_PAGES = 4, 2  # programs for the pages of one tile, and of each of several
+LISTED = tl.constexpr(256)  # pages whose owners are compared at once
+COMPARED = 8192  # pairs of a token and a group that are compared at once
 
 
 class Tiles(NamedTuple):
-    """The pages that each tile of tokens uses, in ascending order, and their owners."""
+    """Tokens of one adapter per tile, and the pages of its ranks, both in ascending order."""
 
-    count_X: Tensor
+    tokens_X: Tensor  # their number, 0 if the tile is unused
+    token_XT: Tensor
+    pages_X: Tensor  # their number, 0 for tokens without an adapter
     page_XP: Tensor
-    owner_XP: Tensor
 
 
 def add_deltas(
     x_TD: Tensor,
-    y_TN: Tensor,
+    product: Callable[[], Tensor],
     a_RID: Tensor,
     b_RN: Tensor,
     widths: tuple[int, ...],
@@ -69,13 +75,14 @@ def add_deltas(
     *,
     gated: bool = False,
 ) -> Tensor:
-    """Add the deltas to y, in place, or return the gated sum. See reference.add_deltas.
+    """Add the deltas to y = product(), in place, or return the gated sum.
 
-    `tables` has the tables of these tokens. It is empty in the first call of a step.
+    See reference.add_deltas. `tables` has the tables of these tokens. It is empty in the first call
+    of a step.
     """
     num_tokens, num_pages = len(x_TD), len(owner_P)
     num_ranks, num_parts, num_inputs = a_RID.shape
-    assert num_parts <= MOST_PARTS and x_TD.stride(1) == y_TN.stride(1) == 1
+    assert num_parts <= MOST_PARTS and x_TD.stride(1) == 1 and len(adapter_T) == num_tokens
     assert a_RID.stride(2) == b_RN.stride(1) == 1
     is_few = num_tokens <= FEW_TOKENS
     waits = is_few and follows(num_tokens, x_TD.device)
@@ -84,34 +91,37 @@ def add_deltas(
     is_first = not tables
     if is_first:
         tables["tiles"] = tiles_of(adapter_T, owner_P, tile)
-    tiles, num_tiles = tables["tiles"], triton.cdiv(num_tokens, tile)
-    assert len(adapter_T) == num_tokens and len(tiles.count_X) == num_tiles
+    tiles = tables["tiles"]
+    num_tiles = most_tiles(num_tokens, num_pages, tile)
+    assert len(tiles.tokens_X) == num_tiles
     depth = depth_of(num_inputs, x_TD.dtype)
     num_chunks = triton.cdiv(num_inputs, depth)
     num_sums = num_chunks if is_few else 1
     h_CITR = x_TD.new_empty(
         (num_sums, num_parts, num_tokens, num_ranks), dtype=torch.float32 if is_few else x_TD.dtype
     )
-    most_pages = min(num_pages, 1 if not is_few else FEW_PAGES if num_tokens == 1 else MOST_PAGES)
-    shrink_kernel[(num_parts * num_sums, num_tiles, most_pages)](
-        x_TD, a_RID, h_CITR, adapter_T, *tiles, num_tokens, num_inputs, num_ranks, num_pages,
+    page_programs = 1 if not is_few else ONE_PAGES if num_tokens == 1 else FEW_PAGES
+    shrink_kernel[(num_parts * num_sums, num_tiles, min(num_pages, page_programs))](
+        x_TD, a_RID, h_CITR, *tiles, num_tokens, num_inputs, num_ranks, num_pages,
         x_TD.stride(0), a_RID.stride(0), a_RID.stride(1), PAGE=RANK_PAGE, TOKENS=tile,
         INPUTS=depth, CHUNKS=num_chunks // num_sums, SUMS=num_sums, IS_FIRST=is_first,
         WAITS=waits, launch_pdl=waits,
     )  # fmt: skip
+    y_TN = product()
+    assert y_TN.stride(1) == 1
     own = dict(PAGE=RANK_PAGE, TOKENS=tile, COLUMNS=COLUMNS, SUMS=num_sums, WAITS=waits)
     if gated:
         assert num_parts == 2 and widths[0] == widths[1]
         out_TF = y_TN.new_empty(num_tokens, widths[0])
         expand_gated_kernel[(triton.cdiv(widths[0], COLUMNS), num_tiles)](
-            h_CITR, b_RN, y_TN, out_TF, adapter_T, *tiles, widths[0], num_tokens, num_ranks,
-            num_pages, h_CITR.stride(0), y_TN.stride(0), b_RN.stride(0), **own, launch_pdl=waits,
+            h_CITR, b_RN, y_TN, out_TF, *tiles, widths[0], num_tokens, num_ranks, num_pages,
+            h_CITR.stride(0), y_TN.stride(0), b_RN.stride(0), **own, launch_pdl=waits,
         )  # fmt: skip
         return out_TF
     padded = (*widths, 0, 0, 0)[:MOST_PARTS]
     columns = sum(triton.cdiv(width, COLUMNS) for width in widths)
     expand_kernel[(columns, num_tiles)](
-        h_CITR, b_RN, y_TN, adapter_T, *tiles, *padded, num_tokens, num_ranks, num_pages,
+        h_CITR, b_RN, y_TN, *tiles, *padded, num_tokens, num_ranks, num_pages,
         h_CITR.stride(0), y_TN.stride(0), b_RN.stride(0), **own, launch_pdl=waits,
     )  # fmt: skip
     return y_TN
@@ -123,39 +133,67 @@ def depth_of(num_inputs: int, dtype: torch.dtype) -> int:
     return num_bytes // dtype.itemsize
 
 
+def most_tiles(num_tokens: int, num_pages: int, tile: int) -> int:
+    """Return the largest number of tiles, however the tokens are divided among adapters.
+
+    Each adapter has a page or more. Tokens without an adapter are one more group.
+    """
+    groups = min(num_tokens, num_pages + 1)
+    return (num_tokens + groups * (tile - 1)) // tile
+
+
 def tiles_of(adapter_T: Tensor, owner_P: Tensor, tile: int) -> Tiles:
-    """Return the pages that tiles of `tile` tokens use."""
-    num_tiles, num_pages = triton.cdiv(len(adapter_T), tile), len(owner_P)
-    sizes = (num_tiles,), (num_tiles, num_pages), (num_tiles, num_pages)
+    """Return tiles of up to `tile` tokens of one adapter, ordered by adapter."""
+    num_tokens, num_pages = len(adapter_T), len(owner_P)
+    num_tiles = most_tiles(num_tokens, num_pages, tile)
+    sizes = (num_tiles,), (num_tiles, tile), (num_tiles,), (num_tiles, num_pages)
     tiles = Tiles(*(adapter_T.new_empty(size) for size in sizes))
+    groups = triton.next_power_of_2(num_pages + 2)
     tiles_kernel[(num_tiles,)](
-        adapter_T, owner_P, *tiles, len(adapter_T), num_pages, TOKENS=tile,
+        adapter_T, owner_P, *tiles, num_tokens, num_pages, TOKENS=tile, GROUPS=groups,
+        COMPARED=min(max(COMPARED // groups, 16), 128),
     )  # fmt: skip
     return tiles
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def tiles_kernel(
-    adapter_T, owner_P, count_X, page_XP, owner_XP, num_tokens, num_pages, TOKENS: tl.constexpr
-):
+    adapter_T, owner_P, tokens_X, token_XT, pages_X, page_XP, num_tokens, num_pages,
+    TOKENS: tl.constexpr, GROUPS: tl.constexpr, COMPARED: tl.constexpr,
+):  # fmt: skip
+    """Write one tile. Group 0 has the tokens without an adapter, group n those of adapter n - 1."""
     tile = tl.program_id(0)
-    t = tile * TOKENS + tl.arange(0, TOKENS)
-    adapter = tl.load(adapter_T + t, t < num_tokens, -1)
-    count = 0
+    group = tl.arange(0, GROUPS)
+    count = tl.zeros([GROUPS], tl.int32)
+    for first in range(0, num_tokens, COMPARED):
+        t = first + tl.arange(0, COMPARED)
+        token_group = tl.load(adapter_T + t, t < num_tokens, -2) + 1
+        count += tl.sum((token_group[:, None] == group[None, :]).to(tl.int32), 0)
+    needed = tl.cdiv(count, TOKENS)
+    own_group = tl.sum((tl.cumsum(needed, 0) <= tile).to(tl.int32), 0)  # GROUPS: unused
+    skipped = (tile - tl.sum(tl.where(group < own_group, needed, 0), 0)) * TOKENS
+    own_count = tl.sum(tl.where(group == own_group, count, 0), 0)
+    tl.store(tokens_X + tile, tl.maximum(tl.minimum(own_count - skipped, TOKENS), 0))
+    place = 0 - skipped
+    for first in range(0, num_tokens, COMPARED):
+        t = first + tl.arange(0, COMPARED)
+        is_own = (tl.load(adapter_T + t, t < num_tokens, -2) + 1 == own_group).to(tl.int32)
+        at = place + tl.cumsum(is_own, 0) - is_own
+        tl.store(token_XT + tile * TOKENS + at, t, (is_own > 0) & (at >= 0) & (at < TOKENS))
+        place += tl.sum(is_own, 0)
+    num_found = 0
     for first in range(0, num_pages, LISTED):
         page = first + tl.arange(0, LISTED)
-        owner = tl.load(owner_P + page, page < num_pages, -2)
-        is_used = tl.max((adapter[:, None] == owner[None, :]).to(tl.int32), 0)
-        at = tile * num_pages + count + tl.cumsum(is_used, 0) - is_used
-        tl.store(page_XP + at, page, is_used > 0)
-        tl.store(owner_XP + at, owner, is_used > 0)
-        count += tl.sum(is_used, 0)
-    tl.store(count_X + tile, count)
+        is_own = (tl.load(owner_P + page, page < num_pages, -2) + 1 == own_group).to(tl.int32)
+        at = tile * num_pages + num_found + tl.cumsum(is_own, 0) - is_own
+        tl.store(page_XP + at, page, is_own > 0)
+        num_found += tl.sum(is_own, 0)
+    tl.store(pages_X + tile, num_found)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def shrink_kernel(
-    x_TD, a_RID, h_CITR, adapter_T, count_X, page_XP, owner_XP, num_tokens, num_inputs, num_ranks,
+    x_TD, a_RID, h_CITR, tokens_X, token_XT, pages_X, page_XP, num_tokens, num_inputs, num_ranks,
     num_pages, x_stride, a_stride, part_stride, PAGE: tl.constexpr, TOKENS: tl.constexpr,
     INPUTS: tl.constexpr, CHUNKS: tl.constexpr, SUMS: tl.constexpr, IS_FIRST: tl.constexpr,
     WAITS: tl.constexpr,
@@ -164,42 +202,42 @@ def shrink_kernel(
     wait(WAITS and IS_FIRST)
     let_next_come(WAITS)
     part, nth_sum, tile = tl.program_id(0) // SUMS, tl.program_id(0) % SUMS, tl.program_id(1)
-    count = tl.load(count_X + tile)
-    t = tile * TOKENS + tl.arange(0, TOKENS)
-    adapter = tl.load(adapter_T + t, t < num_tokens, -1)
+    count = tl.load(pages_X + tile)
+    t, is_token = tokens_of(tokens_X, token_XT, tile, TOKENS)
+    # A sum that begins with a literal zero may be added in another order (the compiler makes
+    # h + (0 + x a) one chain of products), which must be the same for all numbers of chunks.
+    zeros = tl.zeros([TOKENS, PAGE], tl.float32) + (num_tokens < 0).to(tl.float32)
     for nth in tl.range(tl.program_id(2), count, tl.num_programs(2), num_stages=1):
         page = tl.load(page_XP + tile * num_pages + nth)
-        is_own = adapter == tl.load(owner_XP + tile * num_pages + nth)
         r = page * PAGE + tl.arange(0, PAGE)
         x_at = x_TD + t.to(tl.int64)[:, None] * x_stride
         a_at = a_RID + r.to(tl.int64)[None, :] * a_stride + part * part_stride
         d = nth_sum * CHUNKS * INPUTS + tl.arange(0, INPUTS)
-        zeros = tl.zeros([TOKENS, PAGE], tl.float32)
         a = tl.load(a_at + d[:, None], (d < num_inputs)[:, None], 0.0)
         wait(WAITS)
-        x = tl.load(x_at + d[None, :], is_own[:, None] & (d < num_inputs)[None, :], 0.0)
+        x = tl.load(x_at + d[None, :], is_token[:, None] & (d < num_inputs)[None, :], 0.0)
         h = dot(x, a, zeros)
         for _ in tl.range(1, CHUNKS, num_stages=3):
             d += INPUTS
-            x = tl.load(x_at + d[None, :], is_own[:, None] & (d < num_inputs)[None, :], 0.0)
+            x = tl.load(x_at + d[None, :], is_token[:, None] & (d < num_inputs)[None, :], 0.0)
             a = tl.load(a_at + d[:, None], (d < num_inputs)[:, None], 0.0)
             h += dot(x, a, zeros)
         row = (nth_sum * (tl.num_programs(0) // SUMS) + part) * num_tokens + t
         h_at = h_CITR + row.to(tl.int64)[:, None] * num_ranks + r[None, :]
-        tl.store(h_at, h.to(h_CITR.dtype.element_ty), is_own[:, None])
+        tl.store(h_at, h.to(h_CITR.dtype.element_ty), is_token[:, None])
     wait(WAITS)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def expand_kernel(
-    h_CITR, b_RN, y_TN, adapter_T, count_X, page_XP, owner_XP, width_0, width_1, width_2, width_3,
+    h_CITR, b_RN, y_TN, tokens_X, token_XT, pages_X, page_XP, width_0, width_1, width_2, width_3,
     num_tokens, num_ranks, num_pages, h_stride, y_stride, b_stride, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Add the products of the sums h with B to some columns of y."""
     let_next_come(WAITS)
     tile = tl.program_id(1)
-    count = tl.load(count_X + tile)
+    count = tl.load(pages_X + tile)
     if count > 0:
         block, part, start, width = tl.program_id(0), 0, 0, width_0
         end_0 = tl.cdiv(width_0, COLUMNS)
@@ -214,91 +252,96 @@ def expand_kernel(
         n = block * COLUMNS + tl.arange(0, COLUMNS)
         is_column = n < width
         n += start
-        t = tile * TOKENS + tl.arange(0, TOKENS)
-        adapter = tl.load(adapter_T + t, t < num_tokens, -1)
-        h_at = h_CITR + (part * num_tokens + t).to(tl.int64)[:, None] * num_ranks
-        more = expanded(
-            h_at, b_RN + n, is_column, adapter, page_XP + tile * num_pages,
-            owner_XP + tile * num_pages, count, h_stride, b_stride, PAGE, TOKENS, COLUMNS, SUMS,
-            WAITS,
-        )  # fmt: skip
+        t, is_token = tokens_of(tokens_X, token_XT, tile, TOKENS)
+        page_P = page_XP + tile * num_pages
+        page = tl.load(page_P)
+        b = columns_of(b_RN + n, page, is_column, b_stride, PAGE)
+        wait(WAITS)
         y_at = y_TN + t.to(tl.int64)[:, None] * y_stride + n[None, :]
-        is_written = (adapter >= 0)[:, None] & is_column[None, :]
-        y = tl.load(y_at, is_written, 0.0).to(tl.float32) + more
-        tl.store(y_at, y.to(y_TN.dtype.element_ty), is_written)
+        is_written = is_token[:, None] & is_column[None, :]
+        y = tl.load(y_at, is_written, 0.0).to(tl.float32)
+        h_at = h_CITR + (part * num_tokens + t).to(tl.int64)[:, None] * num_ranks
+        h = sum_of(h_at, page, is_token, h_stride, PAGE, SUMS).to(b.dtype)
+        more = dot(h, b, tl.zeros([TOKENS, COLUMNS], tl.float32))
+        for nth in tl.range(1, count, num_stages=1):
+            page = tl.load(page_P + nth)
+            b = columns_of(b_RN + n, page, is_column, b_stride, PAGE)
+            h = sum_of(h_at, page, is_token, h_stride, PAGE, SUMS).to(b.dtype)
+            more = dot(h, b, more)
+        tl.store(y_at, (y + more).to(y_TN.dtype.element_ty), is_written)
     wait(WAITS)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def expand_gated_kernel(
-    h_CITR, b_RN, y_TN, out_TF, adapter_T, count_X, page_XP, owner_XP, width, num_tokens,
-    num_ranks, num_pages, h_stride, y_stride, b_stride, PAGE: tl.constexpr, TOKENS: tl.constexpr,
+    h_CITR, b_RN, y_TN, out_TF, tokens_X, token_XT, pages_X, page_XP, width, num_tokens, num_ranks,
+    num_pages, h_stride, y_stride, b_stride, PAGE: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr, SUMS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Add the deltas to some columns of gate and up, and write silu(gate) * up.
 
     The sums and the activated gate are rounded, as in launches of their own.
     """
+    let_next_come(WAITS)
     tile = tl.program_id(1)
-    count = tl.load(count_X + tile)
+    count = tl.load(pages_X + tile)
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    t = tile * TOKENS + tl.arange(0, TOKENS)
-    is_column, is_token = n < width, t < num_tokens
-    adapter = tl.load(adapter_T + t, is_token, -1)
-    gate = tl.zeros([TOKENS, COLUMNS], tl.float32)
-    up = tl.zeros([TOKENS, COLUMNS], tl.float32)
-    if count > 0:
-        h_at = h_CITR + t.to(tl.int64)[:, None] * num_ranks
-        up_at = h_CITR + (num_tokens + t).to(tl.int64)[:, None] * num_ranks
-        pages, owners = page_XP + tile * num_pages, owner_XP + tile * num_pages
-        gate = expanded(
-            h_at, b_RN + n, is_column, adapter, pages, owners, count, h_stride, b_stride, PAGE,
-            TOKENS, COLUMNS, SUMS, WAITS,
-        )  # fmt: skip
-        up = expanded(
-            up_at, b_RN + width + n, is_column, adapter, pages, owners, count, h_stride, b_stride,
-            PAGE, TOKENS, COLUMNS, SUMS, WAITS,
-        )  # fmt: skip
+    is_column = n < width
+    t, is_token = tokens_of(tokens_X, token_XT, tile, TOKENS)
+    page_P = page_XP + tile * num_pages
+    page = tl.load(page_P, count > 0, 0)
+    gate_at, up_at = b_RN + n, b_RN + width + n
+    gate_b = columns_of(gate_at, page, is_column, b_stride, PAGE)
+    up_b = columns_of(up_at, page, is_column, b_stride, PAGE)
     wait(WAITS)
     y_at = y_TN + t.to(tl.int64)[:, None] * y_stride + n[None, :]
     is_written = is_token[:, None] & is_column[None, :]
     dtype: tl.constexpr = y_TN.dtype.element_ty
-    gate += tl.load(y_at, is_written, 0.0).to(tl.float32)
-    up += tl.load(y_at + width, is_written, 0.0).to(tl.float32)
-    gate = gate.to(dtype).to(tl.float32)
+    y_gate = tl.load(y_at, is_written, 0.0).to(tl.float32)
+    y_up = tl.load(y_at + width, is_written, 0.0).to(tl.float32)
+    gate = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    up = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    h_at = h_CITR + t.to(tl.int64)[:, None] * num_ranks
+    up_h_at = h_CITR + (num_tokens + t).to(tl.int64)[:, None] * num_ranks
+    for nth in tl.range(0, count, num_stages=1):
+        if nth > 0:
+            page = tl.load(page_P + nth)
+            gate_b = columns_of(gate_at, page, is_column, b_stride, PAGE)
+            up_b = columns_of(up_at, page, is_column, b_stride, PAGE)
+        gate_h = sum_of(h_at, page, is_token, h_stride, PAGE, SUMS).to(gate_b.dtype)
+        up_h = sum_of(up_h_at, page, is_token, h_stride, PAGE, SUMS).to(up_b.dtype)
+        gate = dot(gate_h, gate_b, gate)
+        up = dot(up_h, up_b, up)
+    gate = (y_gate + gate).to(dtype).to(tl.float32)
     activated = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    out = activated * up.to(dtype).to(tl.float32)
+    out = activated * (y_up + up).to(dtype).to(tl.float32)
     out_at = out_TF + t.to(tl.int64)[:, None] * width + n[None, :]
     tl.store(out_at, out.to(dtype), is_written)
 
 
 @triton.jit
-def expanded(
-    h_at, b_at, is_column, adapter, page_P, owner_P, count, h_stride, b_stride, PAGE: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr, WAITS: tl.constexpr,
-):  # fmt: skip
-    """Return the deltas of a tile's columns. B's page is loaded one page ahead, before a wait."""
-    r = tl.arange(0, PAGE)
-    page, owner = tl.load(page_P), tl.load(owner_P)
-    rows = (page * PAGE + r).to(tl.int64)[:, None]
-    b = tl.load(b_at[None, :] + rows * b_stride, is_column[None, :], 0.0)
-    wait(WAITS)
-    more = tl.zeros([TOKENS, COLUMNS], tl.float32)
-    for nth in tl.range(0, count, num_stages=1):
-        has_next = nth + 1 < count
-        is_next = is_column & (nth + 1 + tl.zeros([COLUMNS], tl.int32) < count)
-        next_page = tl.load(page_P + nth + 1, has_next, 0)
-        next_owner = tl.load(owner_P + nth + 1, has_next, 0)
-        rows = (next_page * PAGE + r).to(tl.int64)[:, None]
-        next_b = tl.load(b_at[None, :] + rows * b_stride, is_next[None, :], 0.0)
-        is_own = (adapter == owner)[:, None]
-        own_at = h_at + (page * PAGE + r)[None, :]
-        h = tl.load(own_at, is_own, 0.0).to(tl.float32)
-        for nth_sum in tl.static_range(1, SUMS):
-            h += tl.load(own_at + nth_sum * h_stride, is_own, 0.0)
-        more = dot(h.to(b.dtype), b, more)
-        page, owner, b = next_page, next_owner, next_b
-    return more
+def tokens_of(tokens_X, token_XT, tile, TOKENS: tl.constexpr):
+    """Return a tile's tokens, and whether they exist."""
+    nth = tl.arange(0, TOKENS)
+    is_token = nth < tl.load(tokens_X + tile)
+    return tl.load(token_XT + tile * TOKENS + nth, is_token, 0), is_token
+
+
+@triton.jit
+def columns_of(b_at, page, is_column, b_stride, PAGE: tl.constexpr):
+    """Return some columns of a page of B."""
+    rows = (page * PAGE + tl.arange(0, PAGE)).to(tl.int64)[:, None]
+    return tl.load(b_at[None, :] + rows * b_stride, is_column[None, :], 0.0)
+
+
+@triton.jit
+def sum_of(h_at, page, is_token, h_stride, PAGE: tl.constexpr, SUMS: tl.constexpr):
+    """Return h of a page: the sums over chunks of the inputs, added in ascending order."""
+    own_at = h_at + (page * PAGE + tl.arange(0, PAGE))[None, :]
+    h = tl.load(own_at, is_token[:, None], 0.0).to(tl.float32)
+    for nth_sum in tl.static_range(1, SUMS):
+        h += tl.load(own_at + nth_sum * h_stride, is_token[:, None], 0.0)
+    return h
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,12 +383,13 @@ def written(_: object, args: Args) -> Tensors:
     return (args[1],)
 
 
-def gated_deltas(*args: Any) -> Tensor:  # noqa: ANN401
-    return add_deltas(*args, gated=True)
+def with_product(run: Callable[..., Tensor], *, gated: bool = False) -> Callable[..., Tensor]:
+    """Return a function of x, y and the rest, where y is the product."""
 
+    def added(x_TD: Tensor, y_TN: Tensor, *rest: Any) -> Tensor:  # noqa: ANN401
+        return run(x_TD, lambda: y_TN, *rest, gated=gated)
 
-def gated_reference(*args: Any) -> Tensor:  # noqa: ANN401
-    return reference.add_deltas(*args, gated=True)
+    return added
 
 
 def gated_sizes(expected: Tensors, args: Args) -> Tensors:
@@ -361,7 +405,8 @@ def sizes(_: Tensors, args: Args) -> Tensors:
     """Return the sum of the absolute terms of each element."""
     x, y, a, b, *rest = args
     y = y.abs().double()
-    reference.add_deltas(x.abs().double(), y, a.abs().double(), b.abs().double(), *rest)
+    matrices = a.abs().double(), b.abs().double()
+    reference.add_deltas(x.abs().double(), lambda: y, *matrices, *rest)
     return (y,)
 
 
@@ -381,7 +426,7 @@ def timed(tokens: int, num_adapters: int, shape: tuple[int, tuple[int, ...]]) ->
         adapter_T = (t if tokens < 1024 else t // 1024) % num_adapters
         tables: dict[str, Tiles] = {}
         if device.type == "cuda":
-            add_deltas(x, y, a, b, widths, adapter_T, owner_P, tables)
+            add_deltas(x, lambda: y, a, b, widths, adapter_T, owner_P, tables)
         return x, y, a, b, widths, adapter_T, owner_P, tables
 
     return Case(f"timed {made.name}", make, num_bytes=num_bytes)
@@ -405,8 +450,8 @@ SIZES_8B = (4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (12288, 12288)), 
 LOADS = (1, 1), (64, 1), (64, 8), (64, 64), (8192, 8)  # tokens and adapters
 ADD_DELTAS = Kernel(
     "add_deltas",
-    add_deltas,
-    reference.add_deltas,
+    with_product(add_deltas),
+    with_product(reference.add_deltas),
     (
         *(Case(shape.name, partial(inputs, shape), small=True) for shape in SHAPES),
         *(timed(tokens, adapters, size) for tokens, adapters in LOADS for size in SIZES_8B),
@@ -418,8 +463,8 @@ ADD_DELTAS = Kernel(
 )
 GATED_DELTAS = Kernel(
     "gated_deltas",
-    gated_deltas,
-    gated_reference,
+    with_product(add_deltas, gated=True),
+    with_product(reference.add_deltas, gated=True),
     (
         *(Case(shape.name, partial(inputs, shape), small=True) for shape in GATED_SHAPES),
         *(timed(tokens, adapters, SIZES_8B[2]) for tokens, adapters in LOADS),

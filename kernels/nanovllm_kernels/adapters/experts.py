@@ -8,6 +8,7 @@ have no CUDA graphs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,10 +69,9 @@ def adapted_experts(
         tokens = pairs // num_chosen
         adapter_X, x_XD = adapter_T[tokens], x_TD[tokens]
         gate_up = whole(weights.gate_up_E2FD, weights.gate_up_scale, expert, 2)
-        gate_up_X2F = F.linear(x_XD, gate_up.to(x_XD.dtype))
-        add_deltas(
+        gate_up_X2F = add_deltas(
             x_XD,
-            gate_up_X2F,
+            partial(F.linear, x_XD, gate_up.to(x_XD.dtype)),
             deltas.gate_up_a_REID[:, expert],
             deltas.gate_up_b_RE2F[:, expert],
             widths=(inner, inner),
@@ -81,13 +81,12 @@ def adapted_experts(
         gate_XF, up_XF = gate_up_X2F.chunk(2, 1)
         y_XF = silu(gate_XF) * up_XF
         down = whole(weights.down_EDF, weights.down_scale, expert, 1)
-        down_XD = F.linear(y_XF, down.to(y_XF.dtype))
-        add_deltas(
+        down_XD = add_deltas(
             y_XF,
-            down_XD,
+            partial(F.linear, y_XF, down.to(y_XF.dtype)),
             deltas.down_a_REF[:, expert, None],
             deltas.down_b_RED[:, expert],
-            widths=(down_XD.shape[1],),
+            widths=(len(down),),
             adapter_T=adapter_X,
             owner_P=owner_P,
         )

@@ -22,7 +22,7 @@ NO_ADAPTER, NO_OWNER = -1, -2  # of a token, and of a page of ranks
 
 def add_deltas(
     x_TD: Tensor,
-    y_TN: Tensor,
+    product: Callable[[], Tensor],
     a_RID: Tensor,
     b_RN: Tensor,
     widths: tuple[int, ...],
@@ -33,9 +33,10 @@ def add_deltas(
     gated: bool = False,
     multiply: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> Tensor:
-    """Add (x A^T) B of each token's adapter to y, in place, and return y.
+    """Add (x A^T) B of each token's adapter to y = product(), in place, and return y.
 
-    `gated`: return silu(first half) * second half of y instead; y is then undefined.
+    `gated`: return silu(first half) * second half of y instead; y is then undefined. Columns of y
+    after the last part stay. Kernels launch the product between their own launches.
 
     The product has I parts, of `widths` columns each, and each part has its own A. `adapter_T` are
     the adapters of tokens, int32, or NO_ADAPTER; rows of the latter are not written. `owner_P` are
@@ -44,11 +45,13 @@ def add_deltas(
     """
     is_own_TR = own_ranks(adapter_T, owner_P)
     has_any_T1 = (adapter_T != NO_ADAPTER)[:, None]
-    columns = zip(y_TN.split(widths, 1), b_RN.split(widths, 1), strict=True)
+    y_TN = product()
+    added_TN = y_TN[:, : sum(widths)]
+    columns = zip(added_TN.split(widths, 1), b_RN.split(widths, 1), strict=True)
     for part, (y_TX, b_RX) in enumerate(columns):
         h_TR = multiply(x_TD, a_RID[:, part]).masked_fill(~is_own_TR, 0)
         y_TX.copy_(torch.where(has_any_T1, y_TX + multiply(h_TR, b_RX.t()), y_TX))
-    return silu_mul(y_TN) if gated else y_TN
+    return silu_mul(added_TN) if gated else y_TN
 
 
 def own_ranks(adapter_T: Tensor, owner_P: Tensor) -> Tensor:

@@ -60,8 +60,9 @@ class Router(Linear):
 
     def adapted_product(self, x_TD: Tensor, rows: AdaptedRows) -> Tensor:
         """Return the logits with the deltas of adapters."""
-        logits_TE = self.product(x_TD)
-        return logits_TE if self.delta is None else self.delta.add(x_TD, logits_TE, rows)
+        if self.delta is None:
+            return self.product(x_TD)
+        return self.delta.add(x_TD, lambda: self.product(x_TD), rows)
 
     def after_load(self) -> None:
         """Compute the parts. There may be fewer than MOST_PARTS."""
