@@ -78,7 +78,11 @@ def test_pages_beyond_the_reach_of_32_bits() -> None:
     for cells in (keys, values):
         cells[:, 7990:] = torch.arange(11, device=CUDA)[:, None, None, None].to(cells) + 1
     clean, copies = [7993, 8000], [(7991, 7998), (7994, 1)]
-    caches.apply(StepPlan(1, [], [], 0, b"", [], 8, [], clean, copies))
+    plan = StepPlan(
+        step=1, admits=[], grants=[], num_decodes=0, decodes=b"", chunks=[], max_length=8,
+        masked=[], clean=clean, copies=copies,
+    )  # fmt: skip
+    caches.apply(plan)
     for cells in (keys, values):
         for layer in range(3):
             for page, number in {

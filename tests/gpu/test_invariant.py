@@ -46,7 +46,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "half of the requests": dict(slots=32),
     "chunks of 80 tokens": dict(step_tokens=80),
     "a cache that is too small": dict(pages=160, prefix=False),
-    "drafts": dict(speculate=Speculate(method="ngram", tokens=3, min_match=1)),
+    "drafts": dict(speculate=Speculate(method="ngram", tokens=3, min_match=1, adapt=False)),
     "without graphs": dict(cuda_graphs=False),
 }
 
