@@ -131,6 +131,7 @@ DRIVEN_BY = {
     "tests/server/test_stream.py": "nanovllm/server/asgi.py",
     "tests/server/test_protocol.py": "nanovllm/server/errors.py",
     "tests/server/test_large.py": "nanovllm/server/length.py",
+    "tests/server/test_pieces.py": "nanovllm/server/pieces.py",
     "tests/server/test_shutdown.py": "nanovllm/server/main.py",
     "tests/server/test_renderer.py": """
         nanovllm/server/render_task.py nanovllm/server/rendering.py""",

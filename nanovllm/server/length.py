@@ -6,14 +6,13 @@ Decision: prompts are encoded as a batch of one. `encode` holds the interpreter'
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
-from collections.abc import Iterator
 from typing import Any
 
 from tokenizers import Tokenizer, decoders
 
 from nanovllm.server.errors import too_long
+from nanovllm.server.pieces import Pieces, steps_of
 
 EXACT_CHARS = 32 * 1024  # a refusal of a longer text states a lower bound instead of its length
 CHARS_PER_TOKEN = 8  # a text with more than this per token of context is measured first
@@ -24,15 +23,16 @@ KEEP_ALL = {"ByteLevel", "Digits", "Punctuation", "Sequence", "Split"}  # drop n
 
 
 class Lengths:
-    """Token counts and ids of texts. Immutable after construction, so threads may share it."""
+    """Token counts and ids of texts. Threads may share it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._normalizer: Any = tokenizer.normalizer
         self._longest = longest_token(tokenizer)
+        self._pieces = Pieces(tokenizer, self._encoded)
 
-    def encode(self, text: str, context: int | None) -> list[int]:
-        """Return the ids of the whole text.
+    def encode(self, text: str, context: int | None, salt: str = "") -> list[int]:
+        """Return the ids of the whole text. Those of long pieces are kept for the same salt.
 
         Raise ApiError if the text is certain to have `context` tokens or more. A text that passes
         may still be too long. A `context` of None is no limit.
@@ -41,6 +41,9 @@ class Lengths:
             num_least = self.at_least(text, context)
             if num_least >= context:
                 raise too_long(num_least, context, is_least=True)
+        return self._pieces.encode(text, salt)
+
+    def _encoded(self, text: str) -> list[int]:
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def at_least(self, text: str, context: int) -> int:
@@ -84,21 +87,12 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
         isinstance(tokenizer.decoder, decoders.ByteLevel)
         and getattr(tokenizer.model, "unk_token", None) is None
         and not any(token.lstrip or token.rstrip for token in added)
-        and all(_keeps_all(step) for step in _steps(tokenizer.pre_tokenizer))
+        and all(_keeps_all(step) for step in steps_of(tokenizer.pre_tokenizer))
     )
     # Pieces of a byte-level vocabulary have one character for each byte.
     sizes = [len(piece) for piece in tokenizer.get_vocab(with_added_tokens=True)]
     sizes += [len(token.content.encode()) for token in added]
     return max(sizes) if is_certain and sizes else None
-
-
-def _steps(pre_tokenizer: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401
-    """Yield the parts of a pre-tokenizer as in tokenizer.json."""
-    waiting = [] if pre_tokenizer is None else [json.loads(pre_tokenizer.__getstate__())]
-    while waiting:
-        step = waiting.pop()
-        waiting += step.get("pretokenizers", [])
-        yield step
 
 
 def _keeps_all(step: dict[str, Any]) -> bool:

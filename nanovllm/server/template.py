@@ -40,7 +40,7 @@ class Prompt(Struct, frozen=True):
 
 
 class Template:
-    """Chat template with its tokenizer. Immutable after construction, so threads may share it."""
+    """Chat template with its tokenizer. Threads may share it."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Template:
         without being tokenised to its end.
         """
         text = self.render(request)
-        ids = self._lengths.encode(text, context)
+        ids = self._lengths.encode(text, context, request.cache_salt or "")
         if not ids:
             raise ApiError(400, "messages: the prompt is empty", param="messages")
         return Prompt(ids, self._last_turn(text))

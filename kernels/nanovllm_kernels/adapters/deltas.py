@@ -88,12 +88,9 @@ def add_deltas(
     waits = is_few and follows(num_tokens, x_TD.device)
     tile = FEW_TILE if is_few else MANY_TILE
     tables = {} if tables is None else tables
-    is_first = not tables
-    if is_first:
+    if is_first := not tables:
         tables["tiles"] = tiles_of(adapter_T, owner_P, tile)
-    tiles = tables["tiles"]
-    num_tiles = most_tiles(num_tokens, num_pages, tile)
-    assert len(tiles.tokens_X) == num_tiles
+    tiles, num_tiles = tables["tiles"], most_tiles(num_tokens, num_pages, tile)
     depth = depth_of(num_inputs, x_TD.dtype)
     num_chunks = triton.cdiv(num_inputs, depth)
     num_sums = num_chunks if is_few else 1
