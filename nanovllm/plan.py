@@ -10,7 +10,9 @@ to step, so a plan lists them only when they change.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +42,16 @@ class Admit(Struct, frozen=True, array_like=True):
     stop_ids: list[int]  # masked until sampling.min_tokens tokens are generated
     restore_from: int = -1  # checkpoint holding the recurrent state at num_cached; -1 = zero state
     adapter: int = -1  # slot of its adapter; -1 = none
+
+
+class AdapterContent(Struct, frozen=True, array_like=True):
+    """An adapter that has been read."""
+
+    rank: int  # the largest of its products
+    digest: bytes  # of its config and tensors: equal digests mean equal keys and values
+
+
+AdapterDone: TypeAlias = "Callable[[AdapterContent | str], object]"  # with an adapter, or an error
 
 
 class AdapterLoad(Struct, frozen=True, array_like=True):

@@ -29,6 +29,7 @@ from nanovllm.parallel.mesh import Mesh
 from nanovllm.parallel.places import Place
 from nanovllm.plan import Masks
 from nanovllm.runner.build import Built, build
+from nanovllm.sched.adapters import adapter_slots
 from nanovllm.sched.lanes import planner_of
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.schedule import Auto
@@ -103,7 +104,7 @@ class WholeEngine:
             step_tokens=recipe.schedule.step_tokens,
             max_model_tokens=recipe.server.max_model_tokens,
             drafts=recipe.drafts,
-            adapters=recipe.adapters,
+            adapters=partial(adapter_slots, recipe.adapters, self.runner.first_adapters),
             lender=self.runner.lender,
         )
 

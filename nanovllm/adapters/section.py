@@ -109,9 +109,12 @@ def num_pages_of(rank: int) -> int:
     return -(-rank // RANK_PAGE)
 
 
-def num_rank_pages(adapters: Adapters) -> int:
-    """Return the pages of adapter memory: enough for any `slots` adapters that may be loaded."""
+def num_rank_pages(adapters: Adapters, ranks: Iterable[int]) -> int:
+    """Return the pages of adapter memory: enough for any `slots` adapters that may be loaded.
+
+    `ranks` are those of the adapters of the start.
+    """
     if adapters.runtime:
         return adapters.slots * num_pages_of(adapters.max_rank)
-    sizes = sorted(num_pages_of(peft_of(adapters, name).most_rank) for name in adapters.names)
+    sizes = sorted(map(num_pages_of, ranks))
     return sum(sizes[-adapters.slots :])

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from nanovllm.engine.executor import AdapterStore
+from nanovllm.plan import AdapterContent
 from nanovllm.sched.planner import Planner
 from nanovllm.wire import AdapterAnswer, LoadAdapter, UnloadAdapter
 
@@ -25,8 +26,7 @@ class ReadAdapter(NamedTuple):
 
     message: LoadAdapter
     number: int
-    rank: int
-    error: str
+    found: AdapterContent | str
 
 
 class AdapterChanges:
@@ -37,6 +37,12 @@ class AdapterChanges:
     ) -> None:
         self.planner, self.store, self.deliver = planner, store, deliver
         self.folders: dict[str, str] = {}  # of the loaded adapters by name
+        self._contents = dict(store.first_adapters)  # likewise
+
+    def digest(self, name: str) -> bytes:
+        """Return the digest of an adapter for keys of pages; empty if no such one is loaded."""
+        content = self._contents.get(name)
+        return b"" if content is None else content.digest
 
     def take(self, message: LoadAdapter | UnloadAdapter | ReadAdapter) -> AdapterAnswer | None:
         """Process a message. Return the answer, or None if it follows later."""
@@ -46,7 +52,7 @@ class AdapterChanges:
             case UnloadAdapter(number, name):
                 if name not in self.folders:
                     return AdapterAnswer(number, f"the adapter {name!r} is not loaded")
-                del self.folders[name]
+                del self.folders[name], self._contents[name]
                 self.planner.unload_adapter(name)
                 self.store.drop_adapters(self.planner.forget_adapters())
                 return AdapterAnswer(number)
@@ -58,19 +64,19 @@ class AdapterChanges:
             return AdapterAnswer(message.number, f"the adapter {message.name!r} is already loaded")
         number = self.planner.new_adapter()
 
-        def done(rank: int, error: str) -> None:
-            self.deliver(ReadAdapter(message, number, rank, error))
+        def done(found: AdapterContent | str) -> None:
+            self.deliver(ReadAdapter(message, number, found))
 
         self.store.read_adapter(number, message.folder, done)
         return None
 
-    def _finish(self, found: ReadAdapter) -> AdapterAnswer:
-        message, number = found.message, found.number
-        if not self.store.commit_adapter(number):
+    def _finish(self, read: ReadAdapter) -> AdapterAnswer:
+        message, number, found = read
+        if not self.store.commit_adapter(number) or isinstance(found, str):
             self.store.drop_adapters([number])
-            error = found.error or "another rank could not read the adapter"
+            error = found if isinstance(found, str) else "another rank could not read the adapter"
             return AdapterAnswer(message.number, error)
-        self.folders[message.name] = message.folder
-        self.planner.load_adapter(message.name, number, found.rank)
+        self.folders[message.name], self._contents[message.name] = message.folder, found
+        self.planner.load_adapter(message.name, number, found)
         self.store.drop_adapters(self.planner.forget_adapters())
         return AdapterAnswer(message.number)

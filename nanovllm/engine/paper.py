@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,17 @@ from nanovllm.checkpoint import text_fields
 from nanovllm.config import NOT_JSON, Config, ConfigError, Recipe, resolve_context
 from nanovllm.grammars.runtime.matching import tokens_of
 from nanovllm.kv.layout import CacheLayout
-from nanovllm.plan import Int32, Masks, Moved, Moves, StepPlan, StepResult, mode_key
+from nanovllm.plan import (
+    AdapterContent,
+    AdapterDone,
+    Int32,
+    Masks,
+    Moved,
+    Moves,
+    StepPlan,
+    StepResult,
+    mode_key,
+)
 from nanovllm.schedule import given_or, resolve_schedule
 from nanovllm.tokenizer import read_tokenizer
 from nanovllm.wire import Generate
@@ -69,6 +80,7 @@ class PaperExecutor:
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
         self.disk = self.lender = self.remote = None
+        self.first_adapters: dict[str, AdapterContent] = {}
 
     def vet(self, request: Generate) -> None:
         """Accept every request."""
@@ -87,9 +99,9 @@ class PaperExecutor:
     def expert_load(self, *, wait: bool) -> None:
         """Return None: there are no experts."""
 
-    def read_adapter(self, number: int, folder: str, done: Callable[[int, str], object]) -> None:
+    def read_adapter(self, number: int, folder: str, done: AdapterDone) -> None:
         """Accept every adapter."""
-        done(1, "")
+        done(content_of(folder))
 
     def commit_adapter(self, number: int) -> bool:
         return True
@@ -118,6 +130,11 @@ class PaperExecutor:
         )
 
 
+def content_of(adapter: str) -> AdapterContent:
+    """Return the content of an adapter, of which only the name counts here."""
+    return AdapterContent(rank=1, digest=sha256(adapter.encode()).digest())
+
+
 def build(config: Config) -> tuple[PaperExecutor, Recipe, int, CacheLayout]:
     """Return the same as process.build. The cache layout has no bytes per page and no states."""
     if config.recipe.cache.host_gib:
@@ -134,6 +151,8 @@ def build(config: Config) -> tuple[PaperExecutor, Recipe, int, CacheLayout]:
     tokenizer = read_tokenizer(Path(config.tokenizer_dir))
     sentence = tokenizer.encode(SENTENCE, add_special_tokens=False).ids
     executor = PaperExecutor(sentence, int(recipe.schedule.slots), 1 / recipe.paper.tokens_per_s)
+    if recipe.adapters is not None:
+        executor.first_adapters = {name: content_of(name) for name in recipe.adapters.names}
     return executor, recipe, model.vocab_size, CacheLayout(paged=())
 
 

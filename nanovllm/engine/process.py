@@ -40,12 +40,12 @@ from nanovllm.log import fields
 from nanovllm.look import Look
 from nanovllm.parallel.places import Place
 from nanovllm.roles import hidden
+from nanovllm.sched.adapters import adapter_slots
 from nanovllm.sched.lanes import planner_of
 from nanovllm.sched.planner import Planner
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.schedule import given_or
 from nanovllm.transfer.leases import Lease
-from nanovllm.transfer.lender import Lender
 from nanovllm.wire import (
     WORKER_BITS,
     Abort,
@@ -113,9 +113,7 @@ def main(
     gc.disable()  # objects built at startup are never garbage
     executor, recipe, vocab_size, layout = build(config, place)
     page_log = page_log_of(config, recipe, layout, place)
-    scheduler = scheduler_of(
-        recipe, layout, place, executor.disk, lender=executor.lender, page_log=page_log
-    )
+    scheduler = scheduler_of(recipe, layout, place, executor, page_log)
     grammars = grammars_of(config, recipe, vocab_size)
     gc.collect()
     gc.freeze()  # later collections skip these objects
@@ -176,9 +174,7 @@ def scheduler_of(
     recipe: Recipe,
     layout: CacheLayout,
     place: Place,
-    disk: Below | None = None,
-    *,
-    lender: Lender | None = None,
+    executor: Executor,
     page_log: PageLog | None = None,
 ) -> Planner:
     """Return the scheduler of a resolved recipe, with one part per lane."""
@@ -192,12 +188,12 @@ def scheduler_of(
         drafts=recipe.drafts,
         ageing_s=schedule.ageing_s,
         overtake_steps=schedule.overtake_steps,
-        adapters=recipe.adapters,
-        lender=lender,
+        adapters=partial(adapter_slots, recipe.adapters, executor.first_adapters),
+        lender=executor.lender,
     )
 
     def memory() -> KVMemory:
-        made = memory_of(layout, recipe.cache, disk)
+        made = memory_of(layout, recipe.cache, executor.disk)
         made.log = page_log
         return made
 
@@ -382,7 +378,7 @@ class Engine:
     def _receive(self, request: Generate) -> None:
         """Refuse, compile or start a request. One whose grammar compiles counts as waiting."""
         if self._tickets is not None and request.ticket:
-            self._tickets.offer(request)
+            self._tickets.offer(request, self.adapters.digest(request.adapter))
         if not self.loop.has_room_for(request, len(self._compiling)):
             return
         if request.grammar:

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 
@@ -33,6 +33,8 @@ from nanovllm.parallel.mesh import Mesh
 from nanovllm.parallel.nccl import NcclMesh, OrderedMesh
 from nanovllm.parallel.places import Place, check_gpus
 from nanovllm.plan import (
+    AdapterContent,
+    AdapterDone,
     Int32,
     LanesPlan,
     LanesResult,
@@ -134,7 +136,11 @@ class RankedExecutor:
         self.place.send(encode(PlanMessage([], moves=moves)))
         self.own.move(moves)
 
-    def read_adapter(self, number: int, folder: str, done: Callable[[int, str], object]) -> None:
+    @property
+    def first_adapters(self) -> Mapping[str, AdapterContent]:
+        return self.own.first_adapters
+
+    def read_adapter(self, number: int, folder: str, done: AdapterDone) -> None:
         self._send(AdapterMessage("read", [number], folder))
         self.own.read_adapter(number, folder, done)
 
@@ -249,7 +255,7 @@ class Follower:
     def _change(self, change: AdapterMessage) -> None:
         match change:
             case AdapterMessage("read", [number], folder):
-                self.own.read_adapter(number, folder, lambda *_: None)
+                self.own.read_adapter(number, folder, lambda _: None)
             case AdapterMessage("commit", [number]):
                 self.own.commit_adapter(number)
             case AdapterMessage("drop", numbers):

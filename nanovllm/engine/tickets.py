@@ -21,11 +21,14 @@ class Tickets:
     pages: RemotePages
     page_tokens: int
 
-    def offer(self, request: Generate) -> None:
-        """Offer the request's ticket. One token of the prompt is always left to compute."""
+    def offer(self, request: Generate, adapter: bytes) -> None:
+        """Offer the request's ticket. `adapter` is the digest of its adapter, as in page keys.
+
+        One token of the prompt is always left to compute.
+        """
         tokens = array("i")
         tokens.frombytes(request.prompt)
-        keys = PageKeys(tokens, request.salt, self.page_tokens)
+        keys = PageKeys(tokens, request.salt, self.page_tokens, adapter)
         most = max(len(tokens) - 1, 0) // self.page_tokens
         self.pages.offer(request.request_id, request.ticket, keys.full, most)
 

@@ -10,14 +10,14 @@ Key = bytes
 Tokens: TypeAlias = "array[int]"  # typecode "i"
 
 
-def root_key(salt: str, adapter: int = 0) -> Key:
+def root_key(salt: str, adapter: bytes = b"") -> Key:
     """Return the parent key of first pages. Different salts or adapters never share a page.
 
-    `adapter` is a number of the adapter's load, unique over all processes. Both have a fixed place,
-    so that no salt can imitate an adapter.
+    `adapter` is a digest of the adapter's files, of a fixed length; empty for the model alone. The
+    length of the salt comes first, so that no salt can imitate an adapter.
     """
     raw = salt.encode()
-    fixed = len(raw).to_bytes(8, "little") + adapter.to_bytes(8, "little")
+    fixed = len(raw).to_bytes(8, "little") + (adapter or bytes(8))
     return sha256(fixed + raw).digest()
 
 
@@ -49,7 +49,7 @@ class PageKeys:
         tokens: Tokens,
         salt: str,
         page_tokens: int,
-        adapter: int = 0,
+        adapter: bytes = b"",
         *,
         adapter_name: str = "",
         adapter_number: int = 0,

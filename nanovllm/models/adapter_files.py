@@ -6,9 +6,12 @@ Tensors are named base_model.model.<module>.lora_A.weight [r, in] and .lora_B.we
 from __future__ import annotations
 
 import re
+from hashlib import sha256
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -16,11 +19,13 @@ from nanovllm.adapters.folder import WEIGHTS, file_of
 from nanovllm.adapters.peft import PeftConfig, is_named
 from nanovllm.config import ConfigError
 from nanovllm.layers.lora import AdaptedPart
+from nanovllm.model_identity import digest_of
 from nanovllm.models.adapter_experts import PlacedExperts, module_of, of_expert
 from nanovllm.models.adapter_layout import AdapterLayout
 from nanovllm.models.destination import FLOATS
 from nanovllm.models.faults import described
 from nanovllm.models.shards import Stored, contents, tensors_in
+from nanovllm.plan import AdapterContent
 
 TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 UNSUPPORTED = {  # parts of names that are refused with a reason
@@ -33,6 +38,14 @@ BASE_LAYER = ".base_layer"
 # Parameters of all experts, and the modules of one expert that they consist of.
 SINGLE = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 Pairs = dict[str, tuple[Stored, Stored]]  # A and B by module
+
+
+class AdapterFiles(NamedTuple):
+    """An adapter's config and the header of its tensors."""
+
+    name: str
+    peft: PeftConfig
+    pairs: Pairs
 
 
 def pairs_in(folder: Path, name: str) -> Pairs:
@@ -54,8 +67,9 @@ def pairs_in(folder: Path, name: str) -> Pairs:
     return {module: (found["A"], found["B"]) for module, found in halves.items()}
 
 
-def check_pairs(name: str, pairs: Pairs, peft: PeftConfig, layout: AdapterLayout) -> None:
+def check_files(files: AdapterFiles, layout: AdapterLayout) -> None:
     """Raise ConfigError, with all faults, if the tensors do not fit the config and the model."""
+    name, peft, pairs = files
     faults: dict[str, list[str]] = {}
     for module, (a, b) in pairs.items():
         if (expected := shapes_of(module, pairs, peft, layout)) is None:
@@ -132,17 +146,21 @@ def fused_name(module: str, pairs: Pairs, placed: PlacedExperts) -> str:
 
 
 def rank_rows(
-    name: str, pairs: Pairs, *, peft: PeftConfig, layout: AdapterLayout, dtype: torch.dtype
-) -> Tensor:
-    """Return this process's rows of an adapter's ranks, with the scale in B.
+    files: AdapterFiles, layout: AdapterLayout, dtype: torch.dtype
+) -> tuple[Tensor, AdapterContent]:
+    """Return this process's rows of an adapter's ranks, with the scale in B, and their digest.
 
-    Modules that the adapter does not change, and ranks that a module does not have, are zeros.
-    Raise ConfigError if a number is NaN or infinite.
+    Modules that the adapter does not change, and ranks that a module does not have, are zeros. The
+    digest is of the bytes that the rows are made of. Raise ConfigError if a number is NaN or
+    infinite.
     """
+    name, peft, pairs = files
+    digests: list[tuple[object, ...]] = []
     rows_RX = torch.zeros(peft.most_rank, layout.width, dtype=dtype)
-    for module, (a, b) in pairs.items():
-        a_RD = contents(a).view(a.shape).float()
-        b_NR = contents(b).view(b.shape).float()
+    for module, (a, b) in sorted(pairs.items()):
+        raw_a, raw_b = contents(a), contents(b)
+        digests.append((module, described_bytes(a, raw_a), described_bytes(b, raw_b)))
+        a_RD, b_NR = raw_a.view(a.shape).float(), raw_b.view(b.shape).float()
         if not (a_RD.isfinite().all() and b_NR.isfinite().all()):
             raise ConfigError(f"adapter {name}: {module} has NaN or infinite numbers")
         if (part := layout.parts.get(module)) is not None:
@@ -154,7 +172,14 @@ def rank_rows(
         put_fused(rows_RX, placed, a_XD=a_RD, b_NX=b_NR, parameter=parameter)
     if not rows_RX.isfinite().all():
         raise ConfigError(f"adapter {name}: its numbers are too large for {dtype}")
-    return rows_RX
+    config = msgspec.msgpack.encode(peft)  # in the order of the file: of patterns, the first counts
+    return rows_RX, AdapterContent(peft.most_rank, digest_of("adapter", config, digests))
+
+
+def described_bytes(tensor: Stored, data: Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    """Return all that identifies a tensor: its type, its shape and a digest of its bytes."""
+    digest = sha256(data.view(torch.uint8).numpy().data).digest()
+    return tensor.dtype, tensor.shape, digest
 
 
 def put(rows_RX: Tensor, part: AdaptedPart, a_RD: Tensor, b_NR: Tensor) -> None:

@@ -10,7 +10,7 @@ the order of the stream, before the first step that needs them. No step in fligh
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,42 +22,45 @@ from torch import Tensor
 from nanovllm.adapters.section import Adapters, num_rank_pages, peft_of
 from nanovllm.attention.base import AdaptedRows, Batch
 from nanovllm.config import ConfigError
-from nanovllm.models.adapter_files import Pairs, check_pairs, pairs_in, rank_rows
+from nanovllm.model_identity import digest_of
+from nanovllm.models.adapter_files import AdapterFiles, check_files, pairs_in, rank_rows
 from nanovllm.models.adapter_layout import AdapterLayout
 from nanovllm.models.decoder import Decoder
-from nanovllm.plan import Int32, StepPlan
+from nanovllm.plan import AdapterContent, AdapterDone, Int32, StepPlan
 from nanovllm.runner.batch import upload_together
 
 log = logging.getLogger("engine")
 DUMMY_SCALE = 0.02  # standard deviation of the numbers of random adapters
 
 
-def layout_of(asked: Adapters, model: Decoder) -> tuple[AdapterLayout, dict[str, Pairs]]:
-    """Return the layout of the ranks of a model's adapters, and the tensors of those of the start.
+def layout_of(asked: Adapters, model: Decoder) -> tuple[AdapterLayout, list[AdapterFiles]]:
+    """Return the layout of the ranks of a model's adapters, and the files of those of the start.
 
     Raise ConfigError if an adapter does not fit the model, which may have no data.
     """
     every = AdapterLayout(model)
     if asked.is_dummy:  # they change all products but experts
-        return AdapterLayout(model, every.dense), {name: {} for name in asked.names}
-    found = {name: checked(asked, name, every) for name in asked.names}
-    modules = {module for pairs in found.values() for module in pairs}
+        found = [AdapterFiles(name, peft_of(asked, name), {}) for name in asked.names]
+        return AdapterLayout(model, every.dense), found
+    found = [checked(asked, name, every) for name in asked.names]
+    modules = {module for files in found for module in files.pairs}
     # Adapters that come later may change all products but experts, which are large.
     later = every.dense if asked.runtime else set[str]()
     return AdapterLayout(model, modules | later), found
 
 
-def checked(asked: Adapters, name: str, layout: AdapterLayout) -> Pairs:
-    """Return the tensors of an adapter. Raise ConfigError if they do not fit the layout."""
-    pairs = pairs_in(Path(asked.folder), name)
-    check_pairs(name, pairs, peft_of(asked, name), layout)
-    return pairs
+def checked(asked: Adapters, name: str, layout: AdapterLayout) -> AdapterFiles:
+    """Return an adapter's config and header. Raise ConfigError if they do not fit the layout."""
+    files = AdapterFiles(name, peft_of(asked, name), pairs_in(Path(asked.folder), name))
+    check_files(files, layout)
+    return files
 
 
 def bank_bytes(asked: Adapters, model: Decoder, dtype: torch.dtype) -> int:
     """Return the device memory of adapters."""
-    layout, _ = layout_of(asked, model)
-    return num_rank_pages(asked) * RANK_PAGE * layout.width * dtype.itemsize
+    layout, found = layout_of(asked, model)
+    num_pages = num_rank_pages(asked, [files.peft.most_rank for files in found])
+    return num_pages * RANK_PAGE * layout.width * dtype.itemsize
 
 
 def random_rows(rank: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -82,12 +85,16 @@ class AdapterBank:
         self.device, self.dtype = weight.device, model.embed.dtype
         self.layout, found = layout_of(asked, model)
         self.host: dict[int, Tensor] = {}  # by number: rows of whole pages
+        self.first: dict[str, AdapterContent] = {}  # of the start, by name
         if asked.is_dummy:  # one copy on the host, so that 64 of them are ready at once
             rows_RX = self._whole_pages(random_rows(asked.max_rank, self.layout.width, self.dtype))
             self.host = dict.fromkeys(range(1, len(found) + 1), rows_RX)
+            digests = [digest_of("dummy adapter", files.name) for files in found]
+            for files, digest in zip(found, digests, strict=True):
+                self.first[files.name] = AdapterContent(asked.max_rank, digest)
         else:
-            for number, (name, pairs) in enumerate(found.items(), 1):
-                self.host[number] = self._rows(name, pairs)
+            for number, files in enumerate(found, 1):
+                self.host[number], self.first[files.name] = self._rows(files)
         if self.layout.fused and model.embed.mesh.lanes > 1:
             raise ConfigError("adapters of experts need a parallel.ep that is 1 or parallel.tp")
         is_special = self.layout.fused or any(".kv_b_proj" in name for name in self.layout.parts)
@@ -95,7 +102,7 @@ class AdapterBank:
             raise ConfigError(
                 "adapters of experts or of kv_b_proj: kernels.invariant must be false"
             )
-        num_pages = num_rank_pages(asked)
+        num_pages = num_rank_pages(asked, [content.rank for content in self.first.values()])
         self.ranks_RX = torch.zeros(
             num_pages * RANK_PAGE, self.layout.width, dtype=self.dtype, device=self.device
         )
@@ -106,22 +113,16 @@ class AdapterBank:
         self.layout.bind(self.ranks_RX)
         self._mesh = model.embed.mesh
         self._thread = ThreadPoolExecutor(1, "adapters")
-        self._reading: dict[int, Future[Tensor | None]] = {}
+        self._reading: dict[int, Future[tuple[Tensor, AdapterContent] | None]] = {}
 
     @property
     def has_experts(self) -> bool:
         """True if adapters change experts. Steps with adapters then cannot be captured."""
         return bool(self.layout.fused)
 
-    def _rows(self, name: str, pairs: Pairs) -> Tensor:
-        rows_RX = rank_rows(
-            name,
-            pairs,
-            peft=peft_of(self.asked, name),
-            layout=self.layout,
-            dtype=self.dtype,
-        )
-        return self._whole_pages(rows_RX)
+    def _rows(self, files: AdapterFiles) -> tuple[Tensor, AdapterContent]:
+        rows_RX, content = rank_rows(files, self.layout, self.dtype)
+        return self._whole_pages(rows_RX), content
 
     def _whole_pages(self, rows_RX: Tensor) -> Tensor:
         """Return the rows with zeros up to a whole number of pages, in pinned memory on a GPU."""
@@ -129,30 +130,32 @@ class AdapterBank:
         rows_RX = torch.nn.functional.pad(rows_RX, (0, 0, 0, num_missing))
         return rows_RX.pin_memory() if self.device.type == "cuda" else rows_RX
 
-    def read(self, number: int, folder: str, done: Callable[[int, str], object]) -> None:
+    def read(self, number: int, folder: str, done: AdapterDone) -> None:
         """Read an adapter in a thread. See engine.executor.AdapterStore."""
 
-        def work() -> Tensor | None:
+        def work() -> tuple[Tensor, AdapterContent] | None:
             try:
-                rows = self._rows(folder, checked(self.asked, folder, self.layout))
-                rank, error = peft_of(self.asked, folder).most_rank, ""
+                found = self._rows(checked(self.asked, folder, self.layout))
             except ConfigError as fault:
-                rows, rank, error = None, 0, str(fault)
+                done(str(fault))
             except Exception:
                 log.exception("reading the adapter %s failed", folder)
-                rows, rank, error = None, 0, "the adapter cannot be read; see the server's log"
-            done(rank, error)
-            return rows
+                done("the adapter cannot be read; see the server's log")
+            else:
+                done(found[1])
+                return found
+            return None
 
         self._reading[number] = self._thread.submit(work)
 
     def commit(self, number: int) -> bool:
-        """Return True if all ranks have read an adapter. Block until then."""
-        rows = self._reading.pop(number).result()
-        if not self._mesh.least(int(rows is not None)):
+        """Return True if all ranks have read the same adapter. Block until then."""
+        found = self._reading.pop(number).result()
+        own = 0 if found is None else 1 + int.from_bytes(found[1].digest[:7], "little")
+        least, most = self._mesh.least(own), -self._mesh.least(-own)
+        if found is None or least != most:  # files may change while ranks read them
             return False
-        assert rows is not None
-        self.host[number] = rows
+        self.host[number] = found[0]
         return True
 
     def drop(self, numbers: Sequence[int]) -> None:

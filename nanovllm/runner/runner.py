@@ -6,7 +6,7 @@ Implements engine.executor.Executor. All work is enqueued on one stream, in the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from nanovllm.attention.halves import halves_of
 from nanovllm.experts import ExpertLoad
 from nanovllm.kv.below import Below
 from nanovllm.models.decoder import Decoder
-from nanovllm.plan import Masks, Moved, Moves, StepPlan, mode_key
+from nanovllm.plan import AdapterContent, AdapterDone, Masks, Moved, Moves, StepPlan, mode_key
 from nanovllm.runner.adapters import AdapterBank
 from nanovllm.runner.batch import BatchPrep, RowBuilder, StepRows
 from nanovllm.runner.caches import Caches, NoStates, States
@@ -136,7 +136,12 @@ class Runner:
         """Raise if admission of the request would fail because of its sampling parameters."""
         self.vetting.vet(request)
 
-    def read_adapter(self, number: int, folder: str, done: Callable[[int, str], object]) -> None:
+    @property
+    def first_adapters(self) -> Mapping[str, AdapterContent]:
+        """The adapters of the start by name."""
+        return {} if self.adapters is None else self.adapters.first
+
+    def read_adapter(self, number: int, folder: str, done: AdapterDone) -> None:
         """Start to read an adapter. See engine.executor.AdapterStore."""
         assert self.adapters is not None
         self.adapters.read(number, folder, done)

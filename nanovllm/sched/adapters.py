@@ -8,20 +8,21 @@ Theory of operation:
     4. give      a request left its slot of the batch; the adapter stays until it is evicted
     5. unload    forget the name; requests that have the number go on
 
-Decision: the keys of cached pages depend on the number, so a reloaded adapter shares no page with
-the former one of its name. The base model has the number 0. Numbers begin again at each start, but
-pages on disk stay. So the keys of adapters also depend on a random number of this process.
+The base model has the number 0.
+
+Decision: the keys of cached pages depend on a digest of the adapter's files, never on its name or
+number. So a reloaded adapter with other bytes shares no page with the former one of its name. Pages
+on disk stay valid after a restart, and other servers with the same adapter can read them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from secrets import randbits
 
-from nanovllm.adapters.section import Adapters, num_pages_of, num_rank_pages, peft_of
-from nanovllm.plan import AdapterLoad
+from nanovllm.adapters.section import Adapters, num_pages_of, num_rank_pages
+from nanovllm.plan import AdapterContent, AdapterLoad
 
 BASE = 0  # the number of requests without an adapter
 
@@ -41,12 +42,11 @@ class AdapterSlots:
     def __init__(self, num_slots: int = 0, num_pages: int = 0) -> None:
         self.num_slots = num_slots
         self.by_name: dict[str, int] = {}  # number of the latest load
-        self._ranks: dict[int, int] = {}  # by number
+        self._contents: dict[int, AdapterContent] = {}  # by number
         self._residents: dict[int, Resident] = {}  # by number, the least recently used first
         self._free_slots = list(range(num_slots))[::-1]
         self._free_pages = list(range(num_pages))[::-1]
         self._num_loads = 0
-        self._key_base = randbits(62)
         self._loads: list[AdapterLoad] = []  # of adapters taken after the latest plan
 
     def new_number(self) -> int:
@@ -54,10 +54,10 @@ class AdapterSlots:
         self._num_loads += 1
         return self._num_loads
 
-    def load(self, name: str, number: int, rank: int) -> None:
+    def load(self, name: str, number: int, content: AdapterContent) -> None:
         """Name a load, in place of an earlier adapter of the same name."""
         self.by_name[name] = number
-        self._ranks[number] = rank
+        self._contents[number] = content
 
     def unload(self, name: str) -> None:
         del self.by_name[name]
@@ -65,9 +65,9 @@ class AdapterSlots:
     def forget(self, in_use: Iterable[int]) -> list[int]:
         """Remove adapters without a name that are not in use, and return their numbers."""
         kept = {*self.by_name.values(), *in_use}
-        gone = [number for number in self._ranks if number not in kept]
+        gone = [number for number in self._contents if number not in kept]
         for number in gone:
-            del self._ranks[number]
+            del self._contents[number]
             if number in self._residents:
                 self._evict(number)
         return gone
@@ -76,9 +76,9 @@ class AdapterSlots:
         """Return the number for a request, BASE without a name; None if there is no such name."""
         return self.by_name.get(name) if name else BASE
 
-    def page_key(self, number: int) -> int:
-        """Return the number that keys of cached pages have; 0 for the base model."""
-        return number and self._key_base + number
+    def page_key(self, number: int) -> bytes:
+        """Return the digest that keys of cached pages depend on; empty for the base model."""
+        return b"" if number == BASE else self._contents[number].digest
 
     def has_room_for(self, number: int) -> bool:
         """Return False if all slots, or pages that the adapter lacks, have adapters in use."""
@@ -96,7 +96,7 @@ class AdapterSlots:
         if number not in self._residents:
             for other in self._to_evict(number) or ():
                 self._evict(other)
-            count = num_pages_of(self._ranks[number])
+            count = num_pages_of(self._contents[number].rank)
             # In ascending order, so that the order of a sum over ranks is always the same.
             pages = sorted(self._free_pages.pop() for _ in range(count))
             self._residents[number] = Resident(self._free_slots.pop(), pages)
@@ -137,7 +137,7 @@ class AdapterSlots:
     def _to_evict(self, number: int) -> list[int] | None:
         """Return the unused adapters that must leave for this one; None if they do not suffice."""
         slots, pages = len(self._free_slots), len(self._free_pages)
-        needed, evicted = num_pages_of(self._ranks[number]), list[int]()
+        needed, evicted = num_pages_of(self._contents[number].rank), list[int]()
         for other, resident in self._residents.items():
             if slots and pages >= needed:
                 break
@@ -154,11 +154,15 @@ class AdapterSlots:
         assert len({*pages, *self._free_pages}) == len(pages) + len(self._free_pages)
 
 
-def adapter_slots(asked: Adapters | None) -> AdapterSlots:
-    """Return the state of a resolved recipe's adapters, with those of the start loaded."""
+def adapter_slots(asked: Adapters | None, contents: Mapping[str, AdapterContent]) -> AdapterSlots:
+    """Return the state of a resolved recipe's adapters, with those of the start loaded.
+
+    `contents` are those of the start by name, in the order of their numbers.
+    """
     if asked is None:
         return AdapterSlots()
-    slots = AdapterSlots(asked.slots, num_rank_pages(asked))
-    for name in asked.names:
-        slots.load(name, slots.new_number(), peft_of(asked, name).most_rank)
+    ranks = [content.rank for content in contents.values()]
+    slots = AdapterSlots(asked.slots, num_rank_pages(asked, ranks))
+    for name, content in contents.items():
+        slots.load(name, slots.new_number(), content)
     return slots

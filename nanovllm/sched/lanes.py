@@ -24,7 +24,8 @@ from nanovllm.config import Parallel
 from nanovllm.kv.keys import PageKeys
 from nanovllm.kv.memory import KVMemory
 from nanovllm.look import Admitted
-from nanovllm.plan import Chunk, LanesPlan, LanesResult, Moved, StepPlan, StepResult
+from nanovllm.plan import AdapterContent, Chunk, LanesPlan, LanesResult, Moved, StepPlan, StepResult
+from nanovllm.sched.adapters import BASE
 from nanovllm.sched.planner import Planner, Snapshot
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import STEP_TOKENS, FinishReason, Generate, Stats, StepOutput
@@ -62,7 +63,7 @@ class Lanes:
         costs, (prefill, load) = [], self.weights
         for lane in self.lanes:
             adapters = lane.queue.adapters
-            adapter_key = adapters.page_key(adapters.resolve(spec.adapter) or 0)
+            adapter_key = adapters.page_key(adapters.resolve(spec.adapter) or BASE)
             keys = PageKeys(prompt, spec.salt, lane.memory.page_tokens, adapter_key)
             known = lane.memory.find(keys).num_cached
             ahead = len(prompt) - max(known, lane.memory.reach(keys)[1])
@@ -78,9 +79,9 @@ class Lanes:
     def new_adapter(self) -> int:
         return max([lane.new_adapter() for lane in self.lanes])  # the same in all lanes
 
-    def load_adapter(self, name: str, number: int, rank: int) -> None:
+    def load_adapter(self, name: str, number: int, content: AdapterContent) -> None:
         for lane in self.lanes:
-            lane.load_adapter(name, number, rank)
+            lane.load_adapter(name, number, content)
 
     def unload_adapter(self, name: str) -> None:
         for lane in self.lanes:

@@ -8,7 +8,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from nanovllm.look import Admitted
-from nanovllm.plan import LanesPlan, Moved, Moves, StepPlan, StepResult
+from nanovllm.plan import AdapterContent, LanesPlan, Moved, Moves, StepPlan, StepResult
 from nanovllm.wire import FinishReason, Generate, Stats, StepOutput
 
 
@@ -63,7 +63,7 @@ class Planner(Protocol):
         """Return the number of the next load of an adapter."""
         ...
 
-    def load_adapter(self, name: str, number: int, rank: int) -> None:
+    def load_adapter(self, name: str, number: int, content: AdapterContent) -> None:
         """Let new requests use a load by a name. Earlier requests of the name go on as before."""
         ...
 

@@ -57,9 +57,9 @@ def arrive(
     page_tokens: int,
     *,
     adapter: int = 0,
-    adapter_key: int = 0,
+    adapter_key: bytes = b"",
 ) -> Request:
-    """Return a new request. `adapter_key`: the number of its adapter in keys of pages."""
+    """Return a new request. `adapter_key`: the digest of its adapter, for keys of pages."""
     tokens = array("i")
     tokens.frombytes(spec.prompt)
     return Request(

@@ -52,18 +52,18 @@ sampled tokens.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from nanovllm.adapters.section import Adapters
 from nanovllm.kv.memory import KVMemory
 from nanovllm.look import Admitted
 from nanovllm.plan import (
     CORRUPTED,
+    AdapterContent,
     Grant,
     Int32,
     LanesPlan,
@@ -72,7 +72,7 @@ from nanovllm.plan import (
     StepPlan,
     StepResult,
 )
-from nanovllm.sched.adapters import adapter_slots
+from nanovllm.sched.adapters import AdapterSlots
 from nanovllm.sched.decoding import Decoding, Flight, Rows, rows_of
 from nanovllm.sched.planner import Snapshot
 from nanovllm.sched.policy import MIN_SAVED_TOKENS, prompt_budget
@@ -99,7 +99,7 @@ class Scheduler:
     may change between steps. `overtake_steps` is the number of steps in which later requests may
     be admitted before one that lacks pages. `min_saved_tokens`: a request waits a step for a prefix
     that another one computes if that saves this many tokens and half of its own. Rows get
-    pages for `drafts.tokens_ahead` more tokens, if pages are free.
+    pages for `drafts.tokens_ahead` more tokens, if pages are free. `adapters` makes their state.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Scheduler:
         ageing_s: float = 1.0,
         overtake_steps: int = 64,
         min_saved_tokens: int = MIN_SAVED_TOKENS,
-        adapters: Adapters | None = None,
+        adapters: Callable[[], AdapterSlots] = AdapterSlots,
         lender: PageLender | None = None,
     ) -> None:
         self.memory = memory
@@ -128,7 +128,7 @@ class Scheduler:
         self.queue = Queue(
             memory,
             self._decoding,
-            adapter_slots(adapters),
+            adapters(),
             num_slots=num_slots,
             max_model_tokens=max_model_tokens,
             ageing_s=ageing_s,
@@ -161,8 +161,8 @@ class Scheduler:
     def new_adapter(self) -> int:
         return self.queue.adapters.new_number()
 
-    def load_adapter(self, name: str, number: int, rank: int) -> None:
-        self.queue.adapters.load(name, number, rank)
+    def load_adapter(self, name: str, number: int, content: AdapterContent) -> None:
+        self.queue.adapters.load(name, number, content)
 
     def unload_adapter(self, name: str) -> None:
         self.queue.adapters.unload(name)

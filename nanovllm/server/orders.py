@@ -54,8 +54,7 @@ def generates(
         text = "leaves no token: each one allowed ends the output or is banned by bad_words"
         raise misplaced("min_tokens" if request.min_tokens else "bad_words", text)
     packed, adapter = array("i", prompt.ids).tobytes(), served.adapter_of(request)
-    # A ticket does not name an adapter, so both servers compute a prompt for one.
-    role, ticket = ("", "") if adapter else (request.transfer.role, request.transfer.ticket or "")
+    role, ticket = request.transfer.role, request.transfer.ticket or ""
     return [
         Generate(
             request_id=request_id,

@@ -83,7 +83,9 @@ class RemotePages:
         count = len(ticket.pages)
         if not 0 < count <= most or key_of(count - 1) != ticket.text:
             self._client.decline(ticket)
-            self._warn(request_id, "text", "its ticket is for another prompt or cache_salt")
+            self._warn(
+                request_id, "text", "its ticket is for another prompt, cache_salt or adapter"
+            )
             return
         keys = [key_of(place) for place in range(count)]
         offer = Offer(request_id, ticket, [*keys, *self.keys_of_parts(keys[-1])])

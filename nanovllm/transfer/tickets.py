@@ -55,7 +55,7 @@ class Ticket(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     generation: int
     request: str  # request id of P, for logs
     pages: tuple[int, ...]
-    text: bytes  # key of the last page: a digest of all tokens up to its end, and of their salt
+    text: bytes  # key of the last page: a digest of all tokens up to its end, of salt and adapter
     num_tokens: int  # whose keys and values the pages contain
     expires_at: float  # seconds since 1970, by P's clock
     layout: bytes  # digest of the cache's layout, dtype and tokens per page

@@ -149,7 +149,8 @@ def test_a_load_reaches_all_ranks_or_none(
         engine.run()
         assert engine.text[90] == expected[1]
         assert engine.text[91] == expected[1]  # no page of the wider adapter has stayed
-        assert engine.cached[91] == 0  # a reloaded name shares no page
+        # Both names have the same bytes, so they share pages; `b` before had others.
+        assert engine.cached[90] > 0 == engine.cached[1] and engine.cached[91] == engine.cached[90]
         assert changes.take(UnloadAdapter(1, "b")) == AdapterAnswer(1)
         assert sorted(bank.host) == [1]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from hashlib import sha256
 
 import numpy as np
 
+from nanovllm.kv.keys import root_key
 from nanovllm.kv.memory import KVMemory
-from nanovllm.plan import AdapterLoad, StepPlan, StepResult
+from nanovllm.plan import AdapterContent, AdapterLoad, StepPlan, StepResult
 from nanovllm.sched.adapters import BASE, AdapterSlots
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import Generate, RefusalKind, Sampling
@@ -15,7 +17,7 @@ from nanovllm.wire import Generate, RefusalKind, Sampling
 
 def load(slots: AdapterSlots, name: str, rank: int) -> int:
     number = slots.new_number()
-    slots.load(name, number, rank)
+    slots.load(name, number, AdapterContent(rank, name.encode() * 32))
     return number
 
 
@@ -36,12 +38,17 @@ def test_loads_wait_for_the_next_plan_unless_their_adapter_is_forgotten() -> Non
     assert slots.taken_loads() == [AdapterLoad(two, 1, [1])] and slots.taken_loads() == []
 
 
-def test_keys_of_adapters_differ_between_processes() -> None:
-    """Numbers begin again at each start, but pages on disk stay."""
-    first, second = (AdapterSlots(num_slots=1, num_pages=1) for _ in range(2))
-    assert load(first, "a", 1) == load(second, "a", 1) == 1
-    assert first.page_key(1) != second.page_key(1) != first.page_key(2)
-    assert first.page_key(BASE) == second.page_key(BASE) == 0
+def test_keys_of_pages_depend_on_the_digest_of_an_adapter_alone() -> None:
+    slots = AdapterSlots(num_slots=1, num_pages=1)
+    one, again, other = (slots.new_number() for _ in range(3))
+    for name, number, digest in (("a", one, b"x"), ("b", again, b"x"), ("a", other, b"y")):
+        slots.load(name, number, AdapterContent(1, digest * 32))
+    keys = [slots.page_key(number) for number in (one, again, other, BASE)]
+    assert keys == [b"x" * 32, b"x" * 32, b"y" * 32, b""]
+    assert len({root_key("s", key) for key in keys}) == 3
+    assert root_key("x" * 24, b"") != root_key("", b"x" * 32)  # a salt is not an adapter
+    # The key of the model alone, which pages on disk have.
+    assert root_key("s") == sha256(bytes([1]) + bytes(15) + b"s").digest()
 
 
 def test_unused_adapters_leave_the_least_recently_used_first() -> None:

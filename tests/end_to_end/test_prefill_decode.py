@@ -5,8 +5,10 @@ In each case the text equals that of one server, and faults cost at most some se
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 import socket
 import time
@@ -17,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
+from nanovllm.adapters.folder import DEMO
 from tests.end_to_end.demo_server import Server, start
 
 SECRET = {"NANOVLLM_TRANSFER_SECRET": "the secret of these servers"}
@@ -80,16 +83,25 @@ def eventually(holds: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[Servers]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Yield P and D. Both have the adapter "same", and "other" with different settings."""
+    folders = [tmp_path_factory.mktemp(role) for role in "pd"]
+    for folder, alpha in zip(folders, (8, 64), strict=True):
+        for name in ("same", "other"):
+            shutil.copytree(DEMO / "pirate", folder / name)
+        config = folder / "other" / "adapter_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": alpha}))
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
     address = f"127.0.0.1:{port}"
     p = start(
-        *SMALL, "--role", "prefill", "--set", f"transfer.listen={address}", environment=SECRET
-    )
+        *SMALL, "--role", "prefill", "--set", f"transfer.listen={address}",
+        "--set", f"adapters.folder={folders[0]}", environment=SECRET,
+    )  # fmt: skip
     d = start(
         *SMALL, "--role", "decode", "--set", f"transfer.peers=[{address}]",
-        "--set", "cache.host_gib=0.05", environment=SECRET,
+        "--set", "cache.host_gib=0.05", "--set", f"adapters.folder={folders[1]}",
+        environment=SECRET,
     )  # fmt: skip
     servers = Servers(p, d)
     eventually(lambda: servers.connections() == 1)
@@ -118,6 +130,19 @@ def test_pages_pass_from_p_to_d(servers: Servers) -> None:
     servers.decode(body, forced)  # its prompt differs, so P gets its pages back
     for server in (servers.p, servers.d):
         assert any(f"id={ID}" in line for line in server.lines)
+
+
+def test_an_adapter_is_known_by_its_files(servers: Servers) -> None:
+    same, other = (question("Alonzo") | {"model": name} for name in ("same", "other"))
+    params = servers.prefill(same)
+    assert params is not None
+    text, cached = servers.decode(same, params)
+    assert cached == params["remote_num_tokens"] >= 112 and text == alone(servers, same)
+    assert text != alone(servers, question("Alonzo"))
+    count, params = len(servers.warnings()), servers.prefill(other)
+    assert params is not None and servers.decode(other, params) == (alone(servers, other), 0)
+    eventually(lambda: len(servers.warnings()) == count + 1)
+    assert "for another prompt, cache_salt or adapter" in servers.warnings()[-1]
 
 
 def test_a_ticket_of_another_prompt_or_a_forged_one(servers: Servers) -> None:

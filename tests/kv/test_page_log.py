@@ -32,7 +32,7 @@ def test_the_fields_of_events() -> None:
     """One event per text, with vLLM's names; the salt only with the first page."""
     found: list[Change] = []
     log, writer = PageLog(found.extend), EventWriter(PAGE, "full_attention")
-    keys = keys_of(range(12), "tenant", adapter=7, adapter_name="legal", adapter_number=2)
+    keys = keys_of(range(12), "tenant", adapter=b"7" * 8, adapter_name="legal", adapter_number=2)
     log.filled(keys, range(3))
     for i in range(3):
         log.registered(keys.full(i))

@@ -86,7 +86,7 @@ def check_texts(config: Config, sizes: dict[str, Any], num_prefill: int = 1) -> 
         p.run()
         params = json.loads(p.handovers[i])
         spec = spec_of(i, prompt, 10, ticket=params["nanovllm_ticket"])
-        tickets.offer(spec)
+        tickets.offer(spec, b"")
         d.loop.handle(spec)
         d.run()
         assert d.cached[i] == params["remote_num_tokens"] == (len(prompt) - 1) // 4 * 4

@@ -95,8 +95,8 @@ def test_objects_of_wrong_types(api, params, message) -> None:
 
 @pytest.mark.parametrize(("params", "lends", "ticket"), [(ASKED, True, ""), (OBJECT, False, "abc")])
 @pytest.mark.parametrize("name", ["demo", "pirate"])
-def test_prompts_of_adapters_are_not_handed_over(name, params, lends, ticket) -> None:
-    """A ticket does not name an adapter, so the decode server computes such a prompt."""
+def test_prompts_of_adapters_are_handed_over_too(name, params, lends, ticket) -> None:
+    """The key of a ticket's last page depends on the files of the adapter."""
     served = Served(load_config(None), replace(READY, adapters={"pirate": "pirate"}))
     body = {"model": name, "messages": [{"role": "user", "content": "x"}]}
     request = parse_request(
@@ -107,7 +107,5 @@ def test_prompts_of_adapters_are_not_handed_over(name, params, lends, ticket) ->
         adapters=["pirate"],
     )
     (sent,) = generates(request, Prompt([1, 2, 3]), served, seed=7, ids=[1])
-    if name == "pirate":
-        assert (sent.adapter, sent.lends, sent.ticket) == ("pirate", False, "")
-    else:
-        assert (sent.adapter, sent.lends, sent.ticket) == ("", lends, ticket)
+    adapter = "pirate" if name == "pirate" else ""
+    assert (sent.adapter, sent.lends, sent.ticket) == (adapter, lends, ticket)
