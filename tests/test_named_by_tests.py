@@ -26,6 +26,7 @@ DRIVEN_BY = {
     "tests/end_to_end/test_kv_events.py": "nanovllm/engine/events.py",
     "tests/end_to_end/test_adapters.py": """
         nanovllm/engine/adapters.py nanovllm/server/adapters.py""",
+    "tests/adapters/test_patterns.py": "nanovllm/adapters/patterns.py",
     "tests/adapters/test_slots.py": "nanovllm/sched/adapters.py",
     "tests/adapters/test_families.py": """
         nanovllm/models/adapter_experts.py kernels/nanovllm_kernels/adapters/experts.py""",

@@ -5,19 +5,22 @@ Source of keys and rules: tuners/lora/config.py and tuners_utils.py of PEFT 0.21
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import product
 from math import sqrt
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from nanovllm.adapters.folder import CONFIG, file_of
+from nanovllm.adapters.patterns import ExpressionError, Patterns, parsed
 from nanovllm.typed_yaml import NOT_JSON, ConfigError
 
 MOST_BYTES = 1 << 22  # of the file
+T = TypeVar("T")
 Rank = Annotated[int, Meta(ge=1, le=1 << 16)]
 # Initialisations that leave the base model as it is. Others change it.
 HARMLESS_INITS = (True, False, "true", "gaussian", "eva", "orthogonal", "mica")
@@ -63,46 +66,83 @@ class PeftConfig(Struct, frozen=True):
     def most_rank(self) -> int:
         return max(self.r, *self.rank_pattern.values(), 1)
 
+
+class Modules:
+    """Ranks, scales and targets of an adapter's modules, by their full names without PEFT's prefix.
+
+    `what` begins the message of an error. Methods raise ConfigError if the config's regular
+    expressions take too long to match.
+    """
+
+    def __init__(self, config: PeftConfig, what: str) -> None:
+        self.config, self._what = config, what
+        self._patterns = Patterns()
+        self._ranks: dict[str, int] = {}
+
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's pair of matrices."""
-        key = pattern_key(self.rank_pattern, module)
-        return self.r if key is None else self.rank_pattern[key]
+        if module not in self._ranks:
+            found = self._first(self.config.rank_pattern, module)
+            self._ranks[module] = self.config.r if found is None else found
+        return self._ranks[module]
 
     def scale_of(self, module: str) -> float:
         """Return the factor of a module's delta: alpha / r, or alpha / sqrt(r) with rsLoRA."""
-        key, rank = pattern_key(self.alpha_pattern, module), self.rank_of(module)
-        alpha = self.lora_alpha if key is None else self.alpha_pattern[key]
-        return alpha / (sqrt(rank) if self.use_rslora else rank)
+        found, rank = self._first(self.config.alpha_pattern, module), self.rank_of(module)
+        alpha = self.config.lora_alpha if found is None else found
+        return alpha / (sqrt(rank) if self.config.use_rslora else rank)
 
     def targets(self, module: str) -> bool:
-        """Return True if the config names a module, by its full name without PEFT's prefix."""
-        if is_named(self.exclude_modules, module) or not is_named(self.target_modules, module):
+        """Return True if the config names a module."""
+        config = self.config
+        if not self._names(config.target_modules, module):
             return False
-        if isinstance(self.target_modules, str) or self.layers_to_transform is None:
+        if self._names(config.exclude_modules, module):
+            return False
+        layers = config.layers_to_transform
+        if layers is None or isinstance(config.target_modules, str):
             return True
-        layers = self.layers_to_transform
-        return layer_of(module, self.layers_pattern) in (
-            [layers] if isinstance(layers, int) else layers
-        )
+        return self._layer_of(module) in ([layers] if isinstance(layers, int) else layers)
+
+    def _names(self, rule: list[str] | str | None, module: str) -> bool:
+        if not isinstance(rule, str):
+            return is_listed(rule or (), module)
+        with self._limited():
+            return self._patterns.is_whole(rule, module)
+
+    def _layer_of(self, module: str) -> int | None:
+        """Return the index of a module's layer, after a name in layers_pattern if there is one.
+
+        It is the last number that follows such a name, and that a dot follows.
+        """
+        asked, parts = self.config.layers_pattern, module.split(".")
+        names = [asked] if isinstance(asked, str) else asked or ["[^.]*"]
+        with self._limited():
+            for name, at in product(names, range(len(parts) - 2, 0, -1)):
+                is_after = parts[at].isdecimal() and self._patterns.is_whole(
+                    rf".*\.({name})", ".".join(parts[:at])
+                )
+                if is_after:
+                    return int(parts[at])
+        return None
+
+    def _first(self, values: dict[str, T], module: str) -> T | None:
+        """Return the value of the first pattern that matches the end of a module's name."""
+        with self._limited():
+            found = (key for key in values if self._patterns.is_end(key, module))
+            return next((values[key] for key in found), None)
+
+    @contextmanager
+    def _limited(self) -> Iterator[None]:
+        try:
+            yield
+        except ExpressionError as error:
+            raise ConfigError(f"{self._what}: {error}") from None
 
 
-def is_named(rule: list[str] | str | None, module: str) -> bool:
-    """Return True if a list of names or ends of names, or a regular expression, has a module."""
-    if isinstance(rule, str):
-        return re.fullmatch(rule, module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in rule or ())
-
-
-def layer_of(module: str, pattern: list[str] | str | None) -> int | None:
-    """Return the index of a module's layer, after a name in `pattern` if there is one."""
-    names = [pattern] if isinstance(pattern, str) else pattern or [r"[^.]*"]
-    found = (re.match(rf".*\.{name}\.(\d+)\.", module) for name in names)
-    return next((int(match[1]) for match in found if match), None)
-
-
-def pattern_key(patterns: Iterable[str], module: str) -> str | None:
-    """Return the first pattern that matches the end of a module's name, from a dot on."""
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
+def is_listed(names: Iterable[str], module: str) -> bool:
+    """Return True if a module's name is one of the names, or ends with a dot and one of them."""
+    return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def is_set(value: object) -> bool:
@@ -160,21 +200,17 @@ def check_keys(raw: dict[str, Any], what: str) -> None:
 
 
 def check_patterns(config: PeftConfig, what: str) -> None:
-    """Raise ConfigError if a pattern is not a regular expression, or nothing is targeted."""
-    rules = [rule for rule in (config.target_modules, config.exclude_modules) if rule is not None]
+    """Raise ConfigError if a regular expression is not supported, or nothing is targeted."""
+    rules = (config.target_modules, config.exclude_modules, config.layers_pattern)
     patterns = [rule for rule in rules if isinstance(rule, str)]
-    inner = [*config.rank_pattern, *config.alpha_pattern]  # parts of patterns, so without flags
-    names = config.layers_pattern or []
-    inner += [names] if isinstance(names, str) else names
+    patterns += [*config.rank_pattern, *config.alpha_pattern]
+    if isinstance(config.layers_pattern, list):
+        patterns += config.layers_pattern
     try:
         for pattern in patterns:
-            re.compile(pattern)
-        for pattern in inner:
-            re.compile(f"({pattern})")
-    except (re.error, RecursionError) as error:
-        raise ConfigError(
-            f"{what}: {pattern[:80]!r} is not a regular expression: {error}"
-        ) from None
+            parsed(pattern)
+    except ExpressionError as error:
+        raise ConfigError(f"{what}: {error}") from None
     if not config.target_modules and not config.target_parameters:
         raise ConfigError(f"{what}: target_modules is empty")
     if config.layers_to_transform is not None and isinstance(config.target_modules, str):

@@ -9,8 +9,8 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from nanovllm.adapters.folder import DEMO, DUMMY, check_folder, check_name, names_in
-from nanovllm.adapters.peft import PeftConfig, read_peft
+from nanovllm.adapters.folder import CONFIG, DEMO, DUMMY, check_folder, check_name, names_in
+from nanovllm.adapters.peft import Modules, PeftConfig, read_peft
 from nanovllm.typed_yaml import ConfigError
 
 RANK_PAGE = 16  # ranks of a page of adapter memory; a page belongs to one adapter
@@ -102,6 +102,11 @@ def peft_of(adapters: Adapters, name: str) -> PeftConfig:
             f"{adapters.max_rank}"
         )
     return config
+
+
+def modules_of(adapters: Adapters, name: str) -> Modules:
+    """Return the modules of an adapter. Raise ConfigError if its config is not supported."""
+    return Modules(peft_of(adapters, name), f"adapter {name}: {CONFIG}")
 
 
 def num_pages_of(rank: int) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.adapters.folder import WEIGHTS, file_of
-from nanovllm.adapters.peft import PeftConfig, is_named
+from nanovllm.adapters.peft import Modules, is_listed
 from nanovllm.config import ConfigError
 from nanovllm.layers.lora import AdaptedPart
 from nanovllm.model_identity import digest_of
@@ -41,10 +41,10 @@ Pairs = dict[str, tuple[Stored, Stored]]  # A and B by module
 
 
 class AdapterFiles(NamedTuple):
-    """An adapter's config and the header of its tensors."""
+    """An adapter's name, its modules by its config, and the header of its tensors."""
 
     name: str
-    peft: PeftConfig
+    peft: Modules
     pairs: Pairs
 
 
@@ -93,9 +93,9 @@ def check_files(files: AdapterFiles, layout: AdapterLayout) -> None:
         raise ConfigError(f"adapter {name} does not fit the model: {kinds}")
 
 
-def parameters_missing(pairs: Pairs, peft: PeftConfig, layout: AdapterLayout) -> list[str]:
+def parameters_missing(pairs: Pairs, peft: Modules, layout: AdapterLayout) -> list[str]:
     """Return the parameters of experts and routers that the config names and that have no pair."""
-    if peft.layers_to_transform is not None:
+    if peft.config.layers_to_transform is not None:
         return []  # it is unknown whether it applies to parameters
     found = {f"{module}.weight" for module in pairs}
     for module in pairs:
@@ -109,14 +109,14 @@ def parameters_missing(pairs: Pairs, peft: PeftConfig, layout: AdapterLayout) ->
                 found.add(f"{folder}.{name}")
     every = [f"{module}.weight" for module in layout.dense]
     every += [f"{folder}.{name}" for folder in layout.fused for name in SINGLE]
-    named = (name for name in every if is_named(peft.target_parameters, name))
+    named = (name for name in every if is_listed(peft.config.target_parameters or (), name))
     return sorted(name for name in named if name not in found)
 
 
 Shapes = tuple[tuple[int, int], tuple[int, int]]  # of A and B
 
 
-def shapes_of(module: str, pairs: Pairs, peft: PeftConfig, layout: AdapterLayout) -> Shapes | None:
+def shapes_of(module: str, pairs: Pairs, peft: Modules, layout: AdapterLayout) -> Shapes | None:
     """Return the shapes that a module's pair must have; None if there is no such module."""
     if (part := layout.parts.get(module)) is not None:
         rank = peft.rank_of(module)
@@ -156,7 +156,7 @@ def rank_rows(
     """
     name, peft, pairs = files
     digests: list[tuple[object, ...]] = []
-    rows_RX = torch.zeros(peft.most_rank, layout.width, dtype=dtype)
+    rows_RX = torch.zeros(peft.config.most_rank, layout.width, dtype=dtype)
     for module, (a, b) in sorted(pairs.items()):
         raw_a, raw_b = contents(a), contents(b)
         digests.append((module, described_bytes(a, raw_a), described_bytes(b, raw_b)))
@@ -172,8 +172,10 @@ def rank_rows(
         put_fused(rows_RX, placed, a_XD=a_RD, b_NX=b_NR, parameter=parameter)
     if not rows_RX.isfinite().all():
         raise ConfigError(f"adapter {name}: its numbers are too large for {dtype}")
-    config = msgspec.msgpack.encode(peft)  # in the order of the file: of patterns, the first counts
-    return rows_RX, AdapterContent(peft.most_rank, digest_of("adapter", config, digests))
+    config = msgspec.msgpack.encode(
+        peft.config
+    )  # in the order of the file: of patterns, the first counts
+    return rows_RX, AdapterContent(peft.config.most_rank, digest_of("adapter", config, digests))
 
 
 def described_bytes(tensor: Stored, data: Tensor) -> tuple[str, tuple[int, ...], bytes]:

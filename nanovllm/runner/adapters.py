@@ -19,7 +19,7 @@ import torch
 from nanovllm_kernels.adapters.reference import NO_ADAPTER, NO_OWNER, RANK_PAGE
 from torch import Tensor
 
-from nanovllm.adapters.section import Adapters, num_rank_pages, peft_of
+from nanovllm.adapters.section import Adapters, modules_of, num_rank_pages
 from nanovllm.attention.base import AdaptedRows, Batch
 from nanovllm.config import ConfigError
 from nanovllm.model_identity import digest_of
@@ -40,7 +40,7 @@ def layout_of(asked: Adapters, model: Decoder) -> tuple[AdapterLayout, list[Adap
     """
     every = AdapterLayout(model)
     if asked.is_dummy:  # they change all products but experts
-        found = [AdapterFiles(name, peft_of(asked, name), {}) for name in asked.names]
+        found = [AdapterFiles(name, modules_of(asked, name), {}) for name in asked.names]
         return AdapterLayout(model, every.dense), found
     found = [checked(asked, name, every) for name in asked.names]
     modules = {module for files in found for module in files.pairs}
@@ -51,7 +51,7 @@ def layout_of(asked: Adapters, model: Decoder) -> tuple[AdapterLayout, list[Adap
 
 def checked(asked: Adapters, name: str, layout: AdapterLayout) -> AdapterFiles:
     """Return an adapter's config and header. Raise ConfigError if they do not fit the layout."""
-    files = AdapterFiles(name, peft_of(asked, name), pairs_in(Path(asked.folder), name))
+    files = AdapterFiles(name, modules_of(asked, name), pairs_in(Path(asked.folder), name))
     check_files(files, layout)
     return files
 
@@ -59,7 +59,7 @@ def checked(asked: Adapters, name: str, layout: AdapterLayout) -> AdapterFiles:
 def bank_bytes(asked: Adapters, model: Decoder, dtype: torch.dtype) -> int:
     """Return the device memory of adapters."""
     layout, found = layout_of(asked, model)
-    num_pages = num_rank_pages(asked, [files.peft.most_rank for files in found])
+    num_pages = num_rank_pages(asked, [files.peft.config.most_rank for files in found])
     return num_pages * RANK_PAGE * layout.width * dtype.itemsize
 
 

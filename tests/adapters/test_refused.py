@@ -73,7 +73,7 @@ def write(
         ({"r": 0}, "Expected `int` >= 1 - at `$.r`"),
         ({"r": 65}, "its rank is 65; adapters.max_rank is 64"),
         ({"rank_pattern": {"q_proj": 99}}, "its rank is 99; adapters.max_rank is 64"),
-        ({"target_modules": "(", "layers_to_transform": None}, "is not a regular expression"),
+        ({"target_modules": "(", "layers_to_transform": None}, "regular expression: missing )"),
         ({"target_modules": []}, "target_modules is empty"),
         ({"target_modules": ".*q_proj"}, "layers_to_transform needs a list"),
     ],
