@@ -31,7 +31,6 @@ from nanovllm.engine.tickets import Tickets, TransferCounts, tickets_of
 from nanovllm.grammars.runtime.masks import Grammars
 from nanovllm.grammars.runtime.queue import CompileOutcome, Failure
 from nanovllm.ipc.channel import BlockingConnection, Listener
-from nanovllm.kv.below import Below
 from nanovllm.kv.hybrid import memory_of
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.kv.memory import KVMemory
