@@ -16,6 +16,7 @@ from nanovllm_kernels.products.library_linear import ADDED_LINEAR
 from nanovllm.config import ConfigError
 from nanovllm.kv.split import Split, host_page_bytes, num_host_pages, running_bytes
 from nanovllm.models.decoder import Decoder
+from nanovllm.runner.adapters import bank_bytes
 from nanovllm.runner.resolved import GIB, Resolved
 from nanovllm.schedule import given_or
 
@@ -38,6 +39,7 @@ class Need:
     dtype_bytes: int
     table_bytes: int  # buffers, and parameters of other dtypes
     others: str  # description of the latter, for the message
+    adapter_bytes: int  # matrices of LoRA adapters on the device
     cache_key: str  # recipe key that sets the cache's size; empty: all remaining memory
     cache_bytes: int
     state_bytes: int  # part of cache_bytes for recurrent states
@@ -47,7 +49,7 @@ class Need:
 
     @property
     def weight_bytes(self) -> int:
-        return self.parameters * self.dtype_bytes + self.table_bytes
+        return self.parameters * self.dtype_bytes + self.table_bytes + self.adapter_bytes
 
     @property
     def total(self) -> int:
@@ -55,7 +57,9 @@ class Need:
 
     @property
     def arithmetic(self) -> str:
-        weights = gib(self.weight_bytes)
+        weights = gib(self.weight_bytes - self.adapter_bytes)
+        if self.adapter_bytes:
+            weights += f" and {gib(self.adapter_bytes)} of adapters (adapters.slots)"
         if self.cache_key:
             weights += f" and {gib(self.cache_bytes)} of cache ({self.cache_key})"
         return (
@@ -77,6 +81,8 @@ def remedy(need: Need) -> str:
     for changes, one in smaller_ones(need):
         if one.total <= one.room:
             return f"{changes} takes {gib(one.total)} in total"
+    if need.total - need.adapter_bytes <= need.room:
+        return "lower adapters.slots (or adapters.max_rank with adapters.runtime)"
     return "use a smaller model or a larger machine"
 
 
@@ -105,7 +111,9 @@ def less_cache(need: Need, before: str) -> Iterator[tuple[str, Need]]:
 
 def need_of(found: Resolved) -> Need:
     recipe, device, cache = found.recipe, found.device, found.recipe.cache
-    _, models = found.empty_models(torch.device("meta"))
+    model, models = found.empty_models(torch.device("meta"))
+    asked = recipe.adapters
+    adapter_bytes = 0 if asked is None else bank_bytes(asked, model, found.dtype)
     page_bytes = found.layout.bytes_per_token * found.page_tokens
     slots = int(recipe.schedule.slots)
     pages = given_or(cache.pages, slots * -(-found.max_model_tokens // found.page_tokens))
@@ -144,6 +152,7 @@ def need_of(found: Resolved) -> Need:
         dtype_bytes=found.dtype.itemsize,
         table_bytes=others + sum(tensor.nbytes for tensor in models.buffers()),
         others=f" + {gib(others)} of other types" if others else "",
+        adapter_bytes=adapter_bytes,
         cache_key=key,
         cache_bytes=taken,
         state_bytes=whole - (pages + 1) * page_bytes,

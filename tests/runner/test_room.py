@@ -54,6 +54,23 @@ def test_8b_on_a_small_machine(monkeypatch, gib: float, overrides: tuple[str], l
     )
 
 
+def test_adapters_count_as_weights(monkeypatch) -> None:
+    """Rank 64 over all linears: 2 x 64 x (5 x 4096 + 2 x 12288 + ...) x 36 layers, in bf16."""
+    asked = (DUMMY, "dtype=bfloat16", "cache.pages=100", "adapters.folder=dummy")
+    monkeypatch.setattr(room, "host_memory", lambda: 17 * GIB)
+    with_adapters = need_of(on_a_cpu("qwen3-8b", *asked, "adapters.slots=64"))
+    plain = need_of(on_a_cpu("qwen3-8b", *asked[:3]))
+    inputs, outputs = 4096 * 5 + 4096 + 12288, 4096 + 2 * 1024 + 4096 + 2 * 12288 + 4096
+    each = 64 * 2 * 36 * (inputs + outputs)  # rank, bytes, layers
+    assert with_adapters.total - plain.total == with_adapters.adapter_bytes == 64 * each
+    assert refused("qwen3-8b", *asked, "adapters.slots=64") == (
+        "Qwen/Qwen3-8B does not fit: 8.19 B parameters x 2 bytes (bfloat16) = 15.3 GiB and "
+        f"{64 * each / GIB:.1f} GiB of adapters (adapters.slots) and 0.2 GiB of cache "
+        "(cache.pages); this machine has 17.0 GiB available; lower adapters.slots (or "
+        "adapters.max_rank with adapters.runtime)"
+    )
+
+
 def test_nothing_is_built_before_the_check(monkeypatch) -> None:
     monkeypatch.setattr(room, "host_memory", lambda: 16 * GIB)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: pytest.fail("it was built"))
