@@ -4,10 +4,11 @@
 
 Serves the recipe. In each round, long prompts are computed, and other prompts then take their place
 on the device. Streams start and are measured alone for a while, which is the quiet time. The long
-prompts then return all at once, and their pages arrive. Gaps are compared between the quiet time
-and the time from the first of these requests until the last one's first token. Each of them
-computes one token only. Prints and records the percentiles of all rounds, and the bytes that
-arrived.
+prompts then return all at once, and their pages arrive. They return once more, with their pages on
+the device. Gaps are compared between these times. A time ends with the last one's first token. Each
+long prompt computes one token in a step of its own kind, which is longer than a decode step without
+any transfer. So the ratio of both returns shows what the transfer does. Prints and records the
+percentiles of all rounds, and the bytes that arrived.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tests.load.tiered import TieredServer, arguments, conclude, serving
 
 PERCENTILES = (50, 90, 99)
 START_S = 0.2  # after their start, streams are not measured for this time
+PAUSE_S = 0.1  # between the two returns of the long prompts
 
 
 class Window(NamedTuple):
@@ -41,6 +43,7 @@ class Round(NamedTuple):
     returned: list[Sample]  # of the long prompts
     quiet: Window
     arrival: Window
+    hits: Window  # of the second return, whose pages are on the device
 
 
 def check(server: TieredServer, options: argparse.Namespace) -> None:
@@ -76,15 +79,24 @@ def measured(server: TieredServer, options: argparse.Namespace, nth: int) -> Rou
 async def beside(
     server: TieredServer, streams: Sequence[bytes], bodies: Sequence[bytes], quiet_s: float
 ) -> Round:
-    """Run streams. After `quiet_s` seconds, also send the other requests, all at once."""
+    """Run streams. After `quiet_s` seconds, also send the other requests, all at once, twice."""
     running = [asyncio.create_task(server.ask(body)) for body in streams]
     await asyncio.sleep(quiet_s)
-    sent = time.perf_counter()
-    returned = await asyncio.gather(*map(server.ask, bodies))
-    ended = max(sample.stamps[0] for sample in returned)
+    returned, arrival = await sent_together(server, bodies)
+    await asyncio.sleep(PAUSE_S)
+    _, hits = await sent_together(server, bodies)
     done = await asyncio.gather(*running)
     first = max(sample.stamps[0] for sample in done) + START_S
-    return Round(done, returned, Window(first, sent), Window(sent, ended))
+    return Round(done, returned, Window(first, arrival.start), arrival, hits)
+
+
+async def sent_together(
+    server: TieredServer, bodies: Sequence[bytes]
+) -> tuple[list[Sample], Window]:
+    """Send requests all at once. Return them, and the time until the last one's first token."""
+    sent = time.perf_counter()
+    returned = await asyncio.gather(*map(server.ask, bodies))
+    return returned, Window(sent, max(sample.stamps[0] for sample in returned))
 
 
 def gaps_ms(streams: Sequence[Sample], window: Window) -> list[float]:
@@ -98,12 +110,12 @@ def gaps_ms(streams: Sequence[Sample], window: Window) -> list[float]:
 
 
 def metrics_of(rounds: Sequence[Round]) -> dict[str, float]:
-    """Return percentiles over all rounds of both times, and the ratios of these.
+    """Return percentiles over all rounds of the three times, and ratios of these.
 
     Raise RuntimeError if a time has no gaps, since the streams were then too short.
     """
     found: dict[str, float] = {}
-    for name in ("quiet", "arrival"):
+    for name in ("quiet", "arrival", "hits"):
         gaps = [gap for one in rounds for gap in gaps_ms(one.streams, getattr(one, name))]
         if not gaps:
             raise RuntimeError(f"no stream ran at the {name} time; raise --output-len")
@@ -114,11 +126,12 @@ def metrics_of(rounds: Sequence[Round]) -> dict[str, float]:
     for percent in PERCENTILES:
         key = f"gap_p{percent}_ms"
         found[f"gap_p{percent}_ratio"] = found[f"arrival_{key}"] / found[f"quiet_{key}"]
+        found[f"gap_p{percent}_over_hits"] = found[f"arrival_{key}"] / found[f"hits_{key}"]
     lengths = [one.arrival.end - one.arrival.start for one in rounds]
     found["arrival_ms"] = 1e3 * float(np.median(lengths))
     ended = [min(sample.stamps[-1] for sample in one.streams) for one in rounds]
     found["rounds_outlasted"] = sum(
-        one.arrival.end < end for one, end in zip(rounds, ended, strict=True)
+        one.hits.end < end for one, end in zip(rounds, ended, strict=True)
     )
     return found
 
@@ -127,7 +140,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--input-len", type=int, default=200, help="tokens of a stream's prompt")
-    parser.add_argument("--output-len", type=int, default=512)
+    parser.add_argument("--output-len", type=int, default=768)
     parser.add_argument("--prompts", type=int, default=3, help="number of long prompts")
     parser.add_argument("--tokens", type=int, default=25_000, help="of each long prompt")
     parser.add_argument("--quiet", type=float, default=2.0, help="seconds before they return")

@@ -83,20 +83,21 @@ def test_streams_run_while_pages_arrive(server: TieredServer) -> None:
     assert {sample.output_tokens for sample in one.streams} == {120}
     assert [sample.cached_tokens for sample in one.returned] == [160, 160]
     assert server.hit_tokens()["host"] - before == 320
-    assert one.quiet.end == one.arrival.start < one.arrival.end
+    assert one.quiet.end == one.arrival.start < one.arrival.end < one.hits.start < one.hits.end
 
 
 def test_gaps_are_those_that_overlap_a_window() -> None:
-    """One stream has gaps of 10 ms while quiet, and one of 30 ms when pages arrive."""
-    stamps = [1.0, 1.01, 1.02, 1.03, 1.06, 1.07]
-    stream = Sample(0.9, stamps, output_tokens=6)
-    quiet, arrival = Window(1.005, 1.03), Window(1.035, 1.05)
+    """A stream has gaps of 10 ms while quiet, 30 ms when pages arrive, and 20 ms with hits."""
+    stamps = [1.0, 1.01, 1.02, 1.03, 1.06, 1.07, 1.09, 1.1]
+    stream = Sample(0.9, stamps, output_tokens=8)
+    quiet, arrival, hits = Window(1.005, 1.03), Window(1.035, 1.05), Window(1.075, 1.08)
     assert gaps_ms([stream], quiet) == pytest.approx([10, 10, 10])
     assert gaps_ms([stream], arrival) == pytest.approx([30])
-    one = Round([stream], [Sample(1.035, [1.05])], quiet, arrival)
+    one = Round([stream], [Sample(1.035, [1.05])], quiet, arrival, hits)
     found = arriving.metrics_of([one])
     assert (found["quiet_gaps"], found["arrival_gaps"], found["rounds_outlasted"]) == (3, 1, 1)
     assert found["gap_p99_ratio"] == pytest.approx(3.0) and found["arrival_ms"] == pytest.approx(15)
+    assert found["gap_p99_over_hits"] == pytest.approx(1.5)
     late = one._replace(arrival=Window(2.0, 2.1))
     with pytest.raises(RuntimeError, match="no stream ran at the arrival time"):
         arriving.metrics_of([late])
