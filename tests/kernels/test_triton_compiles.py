@@ -48,7 +48,7 @@ ROWS = dict(page_table_RM="*i32", starts_R1="*i32", lengths_R="*i32", plan_N5="*
 KERNELS = {
     "shrink": """
 from nanovllm_kernels.adapters.deltas import shrink_kernel
-tables = dict.fromkeys(("adapter_T", "count_X", "page_XP", "owner_XP"), "*i32")
+tables = dict.fromkeys(("tokens_X", "token_XT", "pages_X", "page_XP"), "*i32")
 few, many = (dict(tables, x_TD="*bf16", a_RID="*bf16", h_CITR=h) for h in ("*fp32", "*bf16"))
 aligned = {*few, "num_inputs", "x_stride", "a_stride", "part_stride"}
 compiled(shrink_kernel, few, aligned=aligned, PAGE=16, TOKENS=16, INPUTS=512, CHUNKS=1, SUMS=24,
@@ -59,7 +59,7 @@ assert "mma.sync" in ptx and "wgmma.mma" not in ptx
 """,
     "expand": """
 from nanovllm_kernels.adapters.deltas import expand_kernel
-tables = dict.fromkeys(("adapter_T", "count_X", "page_XP", "owner_XP"), "*i32")
+tables = dict.fromkeys(("tokens_X", "token_XT", "pages_X", "page_XP"), "*i32")
 few, many = (dict(tables, h_CITR=h, b_RN="*bf16", y_TN="*bf16") for h in ("*fp32", "*bf16"))
 aligned = {*few, "num_ranks", "y_stride", "b_stride"}
 compiled(expand_kernel, few, aligned=aligned, PAGE=16, TOKENS=16, COLUMNS=128, SUMS=24, WAITS=True)

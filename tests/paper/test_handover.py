@@ -130,7 +130,7 @@ class Pair:
         refused = Counter(self.d.remote.counts)
         spec = replace(generate(name, prompt, 4), ticket=text)
         if text:
-            self.d.tickets.offer(spec)
+            self.d.tickets.offer(spec, b"")
         if text and what in REFUSED and not (self.client.is_broken or self.fault):
             assert self.d.remote.counts[REFUSED[what]] == refused[REFUSED[what]] + 1, what
         self.d.say(spec)

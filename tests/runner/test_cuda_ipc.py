@@ -185,7 +185,7 @@ def test_the_text_is_that_of_one_engine(
         p.loop.handle(spec_of(i, prompt, 1, lends=True))
         p.run()
         spec = spec_of(i, prompt, 10, ticket=json.loads(p.handovers[i])["nanovllm_ticket"])
-        tickets.offer(spec)
+        tickets.offer(spec, b"")
         d.loop.handle(spec)
         d.run()
         assert d.cached[i] == (len(prompt) - 1) // 4 * 4
