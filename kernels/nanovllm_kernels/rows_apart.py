@@ -50,6 +50,7 @@ def checks(device: torch.device) -> Iterator[Check]:
     for each in heads:
         yield from attention(each, 1500 if is_gpu else 70, device)
     yield latent(*(16, 576, 700) if is_gpu else (4, 72, 70), device=device)
+    yield latents_of(2000 if is_gpu else 70, device)
     yield per_head(*(16, 128, 512, 700) if is_gpu else (3, 24, 40, 70), device=device)
     yield delta((4, 8, 128, 128) if is_gpu else (1, 2, 16, 16), 150 if is_gpu else 40, device)
     yield deltas(*(700, 4096, (4096, 1024)) if is_gpu else (140, 600, (40, 24)), device=device)
@@ -150,6 +151,25 @@ def latent(heads: int, size: int, num_tokens: int, device: torch.device) -> Chec
         return o_THX
 
     return Check("latent_decode", f"{num_tokens} tokens of {heads} x {size}", num_tokens, run)
+
+
+def latents_of(num_tokens: int, device: torch.device) -> Check:
+    """Return the latents of tokens, normalised and stored, and their rotated queries."""
+    from nanovllm_kernels.attention.latent_store import ORDERED, inputs
+
+    sizes = num_tokens, 2, 192, 512, 64
+    kv, weight, eps, q, table, positions, _, _ = inputs(sizes, torch.bfloat16, False, device)
+
+    def run(part: slice) -> Tensor:
+        count = part.stop - part.start
+        pages = torch.zeros(-(-count // 16), 16, 512 + 64, dtype=torch.bfloat16, device=device)
+        slots = torch.arange(count, device=device)
+        rotated = ORDERED(
+            kv[part], weight, eps, q[part].clone(), table, positions[part], slots, pages
+        )
+        return torch.cat([pages.flatten(0, 1)[:count], rotated.flatten(1)], 1)
+
+    return Check("latent_store", f"{num_tokens} tokens of 512+64", num_tokens, run)
 
 
 def per_head(heads: int, width: int, size: int, num_tokens: int, device: torch.device) -> Check:

@@ -74,13 +74,15 @@ IMPLEMENTATIONS = {
     },
     "tiled": {"fp8_linear": "nanovllm_kernels.products.dense_fp8:TILED_FP8"},
 }
-# For kernels.invariant, beside those of Triton and the library. All but delta are for Hopper GPUs.
+# For kernels.invariant, next to those of Triton and the library. All but the last two are for
+# Hopper GPUs.
 ORDERED = {
     "skinny_linear": "nanovllm_kernels.products.skinny_linear:ORDERED_LINEAR",
     "fp8_linear": "nanovllm_kernels.products.dense_fp8:TILED_FP8",
     "experts": "nanovllm_kernels.experts.grouped_linear:GROUPED",
     "few_experts": "nanovllm_kernels.experts.products:ORDERED_EXPERTS",
     "delta": "nanovllm.attention.delta_triton:ORDERED",
+    "latent_store": "nanovllm_kernels.attention.latent_store:ORDERED",
 }
 OPERATIONS = (*IMPLEMENTATIONS["torch"], *PRODUCTS)
 GPU = torch.device("cuda")
@@ -152,8 +154,7 @@ def invariant_gpu_ops(kernels: Kernels) -> Ops:
     without_workspace()
     names = [name for name in IMPLEMENTATIONS["triton"] if name != "experts"]
     chosen = {name: resolve(IMPLEMENTATIONS["triton"], name) for name in names}
-    chosen["latent_store"] = resolve(LATENT_STORE, "triton")
-    chosen["delta"] = resolve(ORDERED, "delta")
+    chosen |= {name: resolve(ORDERED, name) for name in ("latent_store", "delta")}
     products: list[ProductKernel] = [Library(), Dequantised()]
     experts = resolve(IMPLEMENTATIONS["triton"], "experts")
     if obstacle(GPU) is None:

@@ -37,7 +37,7 @@ print(*found)
 
 
 @in_interpreter
-@pytest.mark.parametrize("nth", range(9))
+@pytest.mark.parametrize("nth", range(10))
 def test_kernels_treat_rows_apart_in_the_interpreter(nth: int) -> None:
     checks: Iterator[Check] = rows_apart.row_kernels(20, 40, device=CPU)
     if nth == 4:
@@ -50,13 +50,15 @@ def test_kernels_treat_rows_apart_in_the_interpreter(nth: int) -> None:
         checks = iter([rows_apart.delta((1, 2, 16, 16), 30, CPU)])
     elif nth == 8:
         checks = iter([rows_apart.deltas(132, 300, (24,), CPU)])
+    elif nth == 9:
+        checks = iter([rows_apart.latents_of(20, CPU)])
     (check,) = [check for n, check in enumerate(checks) if n == nth or nth > 3]
     assert check.differing() == []
 
 
 @in_parent
 def test_kernels_in_the_interpreter() -> None:
-    passes(__file__, 9)
+    passes(__file__, 10)
 
 
 @in_parent

@@ -39,13 +39,20 @@ def latent_store(
     positions_T: Tensor,
     slot_mapping_T: Tensor,
     pages_PSX: Tensor,
+    *,
+    ordered: bool = False,
 ) -> Tensor:
+    """Return the rotated q_THA. `ordered`: a token's norm adds its squares in one order.
+
+    The order follows from the warps of a program, which are fewer with few tokens.
+    """
     (rank,), half = norm_weight_X.shape, cos_sin_LA.shape[1] // 2
     num_tokens, num_heads, head_size = q_THA.shape
     assert kv_TX.stride(1) == 1 and q_THA.is_contiguous() and cos_sin_LA.is_contiguous()
     assert pages_PSX.is_contiguous()
     parts, waits = parts_of(pages_PSX, rank, 2 * half), follows(num_tokens, q_THA.device)
-    heads, warps = (64, 4) if num_tokens >= MANY else (8, 2)
+    is_many = num_tokens >= MANY
+    heads, warps = 64 if is_many else 8, 4 if is_many or ordered else 2
     latent_store_kernel[(num_tokens * (1 + triton.cdiv(num_heads, heads)),)](
         *(kv_TX, norm_weight_X, q_THA, cos_sin_LA, positions_T, slot_mapping_T, *parts),
         *(kv_TX.stride(0), parts[0].stride(1), parts[1].stride(1), eps, LEAST_SCALE, LARGEST),
@@ -55,6 +62,9 @@ def latent_store(
         launch_pdl=waits,
     )
     return q_THA
+
+
+ORDERED = partial(latent_store, ordered=True)
 
 
 @triton.jit
