@@ -51,10 +51,10 @@ from nanovllm_kernels.adapters.deltas import shrink_kernel
 tables = dict.fromkeys(("tokens_X", "token_XT", "pages_X", "page_XP"), "*i32")
 few, many = (dict(tables, x_TD="*bf16", a_RID="*bf16", h_CITR=h) for h in ("*fp32", "*bf16"))
 aligned = {*few, "num_inputs", "x_stride", "a_stride", "part_stride"}
-compiled(shrink_kernel, few, aligned=aligned, PAGE=16, TOKENS=16, INPUTS=512, CHUNKS=1, SUMS=24,
-         IS_FIRST=False, WAITS=True)
-ptx = compiled(shrink_kernel, many, aligned=aligned, PAGE=16, TOKENS=32, INPUTS=512, CHUNKS=24,
-               SUMS=1, IS_FIRST=True, WAITS=False)
+compiled(shrink_kernel, few, aligned=aligned, PAGE=16, TOKENS=16, INPUTS=512, LOADS=2, CHUNKS=1,
+         SUMS=12, IS_FIRST=False, WAITS=True)
+ptx = compiled(shrink_kernel, many, aligned=aligned, PAGE=16, TOKENS=32, INPUTS=512, LOADS=2,
+               CHUNKS=12, SUMS=1, IS_FIRST=True, WAITS=False)
 assert "mma.sync" in ptx and "wgmma.mma" not in ptx
 """,
     "expand": """
@@ -62,7 +62,7 @@ from nanovllm_kernels.adapters.deltas import expand_kernel
 tables = dict.fromkeys(("tokens_X", "token_XT", "pages_X", "page_XP"), "*i32")
 few, many = (dict(tables, h_CITR=h, b_RN="*bf16", y_TN="*bf16") for h in ("*fp32", "*bf16"))
 aligned = {*few, "num_ranks", "y_stride", "b_stride"}
-compiled(expand_kernel, few, aligned=aligned, PAGE=16, TOKENS=16, COLUMNS=128, SUMS=24, WAITS=True)
+compiled(expand_kernel, few, aligned=aligned, PAGE=16, TOKENS=16, COLUMNS=256, SUMS=12, WAITS=True)
 ptx = compiled(expand_kernel, many, aligned=aligned, PAGE=16, TOKENS=32, COLUMNS=128, SUMS=1,
                WAITS=False)
 assert "mma.sync" in ptx and "wgmma.mma" not in ptx
@@ -208,8 +208,8 @@ OTHERS = {
     },
     "rows": {
         "add_deltas": (
-            "T=7 D=600 N=200+16+16 ranks=16+33+4 bfloat16",
-            "T=140 D=300 N=130+40 ranks=20+16 bfloat16",
+            "T=7 D=2100 N=200+16+16 ranks=16+33+4 bfloat16",
+            "T=140 D=1300 N=130+40 ranks=20+16 bfloat16",
             "T=33 D=160 N=64+40 ranks=8+16 float32",
         ),
         "gated_deltas": (
