@@ -168,6 +168,7 @@ class Moved:
     fetch_s: float = 0.0  # of a load's pages from the tier below to host memory
     # Host slots of a load's fetches that stay without content: their pages were filled directly.
     blank: frozenset[int] = frozenset()
+    lost: tuple[bytes, ...] = ()  # keys of fetches that the tier below could not read
 
 
 @dataclass(frozen=True, slots=True)

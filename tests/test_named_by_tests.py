@@ -119,7 +119,8 @@ DRIVEN_BY = {
         nanovllm/transfer/messages.py
         nanovllm/transfer/page_server.py nanovllm/transfer/sealed.py""",
     "tests/runner/test_transfer.py": """
-        nanovllm/disk_cache.py nanovllm/runner/copy_stream.py nanovllm/runner/disk.py""",
+        nanovllm/disk_cache.py nanovllm/engine/transfer_ends.py nanovllm/runner/copy_stream.py
+        nanovllm/runner/disk.py""",
     "tests/sampling/test_sampler.py": """
         nanovllm/sampling/__init__.py nanovllm/sampling/allowed_tokens.py
         nanovllm/sampling/bad_words.py nanovllm/sampling/base.py

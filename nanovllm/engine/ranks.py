@@ -26,6 +26,7 @@ from msgspec.structs import astuple
 
 from nanovllm.config import Config, ConfigError, Kernels, Recipe
 from nanovllm.engine.executor import Executor, StepHandle
+from nanovllm.engine.transfer_ends import EndReporter, TransferEnds
 from nanovllm.experts import ExpertLoad
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.parallel.gloo import GlooMesh
@@ -109,8 +110,9 @@ class RankedExecutor:
         self.vet: Callable[[Generate], None] = own.vet
         self.steps_by_mode: Counter[str] = own.steps_by_mode if place.lanes == 1 else Counter()
         self.padded_tokens = 0
-        self.disk = None  # build refuses cache.disk with several ranks, and transfer
-        self.lender = self.remote = None
+        self.disk = own.disk
+        self.lender = self.remote = None  # build refuses transfer with several ranks
+        self._ends = TransferEnds(place) if place.lanes == 1 and place.back else None
         self._loads: list[ExpertLoad | None] = [None] * (place.lanes - 1)
 
     def expert_load(self, *, wait: bool) -> ExpertLoad | None:
@@ -126,13 +128,21 @@ class RankedExecutor:
         return [one.result for one in said]
 
     def moved(self) -> list[Moved]:
-        """Return the transfers that have ended on rank 0. Moves.ended orders those of others."""
-        return self.own.moved()
+        """Return the transfers that have ended. Those with the disk have ended on all ranks.
+
+        Others have ended on rank 0. Moves.ended orders those of other ranks.
+        """
+        moved = self.own.moved()
+        return moved if self._ends is None else self._ends.taken(moved)
 
     def call_when_moved(self, wake: Callable[[], object]) -> None:
         self.own.call_when_moved(wake)
+        if self._ends is not None:
+            self._ends.wake = wake
 
     def move(self, moves: Moves) -> None:
+        if self._ends is not None:
+            self._ends.start(moves)
         self.place.send(encode(PlanMessage([], moves=moves)))
         self.own.move(moves)
 
@@ -218,7 +228,8 @@ def num_masks(plan: StepPlan) -> int:
 class Follower:
     """Executor of the messages on a rank other than 0. It does not wait for the end of a step.
 
-    On a lane, a second thread waits for results and sends them to rank 0.
+    On a lane, a second thread waits for results and sends them to rank 0. With a disk, a second
+    thread sends the ends of transfers.
     """
 
     def __init__(self, own: Executor, place: Place) -> None:
@@ -228,6 +239,8 @@ class Follower:
         self._sampled: SimpleQueue[StepHandle] = SimpleQueue()
         if place.lanes > 1:
             threading.Thread(target=self._reply, daemon=True).start()
+        has_disk = place.lanes == 1 and place.back is not None
+        self._reporter = EndReporter(own, place) if has_disk else None
 
     def take(self, message: bytes) -> None:
         received = decode_plan(message)
@@ -235,8 +248,11 @@ class Follower:
             self._change(received.adapters)
             return
         if received.moves is not None:
-            self.own.move(received.moves)
-            self.own.moved()
+            if self._reporter is not None:
+                self._reporter.move(received.moves)
+            else:
+                self.own.move(received.moves)
+                self.own.moved()
             return
         if received.plans:
             plan = received.plans[self._at]
@@ -289,7 +305,7 @@ def mesh_of(config: Config, place: Place) -> Mesh:
         return Mesh()
     kind = GlooMesh if is_on_cpu else gpu_mesh(config.recipe.kernels, place)
     met = place.rendezvous
-    if place.back is not None:
+    if place.lanes > 1:
         return kind(0, 1, met, ep_size=place.size, lane=place.rank)
     return kind(place.rank, place.size, met, ep_size=asked.ep)
 
@@ -298,7 +314,7 @@ def gpu_mesh(kernels: Kernels, place: Place) -> Callable[..., Mesh]:
     """Return the mesh of GPUs. Raise ConfigError if it cannot sum as kernels.invariant needs."""
     if not kernels.invariant:
         return partial(NcclMesh, has_peers=kernels.exchange != "torch")
-    if place.back is not None:
+    if place.lanes > 1:
         raise ConfigError("kernels.invariant is true; on GPUs it needs parallel.ep at most tp")
     if kernels.exchange == "torch":
         raise ConfigError("kernels.exchange is torch, but kernels.invariant needs triton")

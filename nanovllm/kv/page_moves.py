@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nanovllm.kv.keys import Key
+from nanovllm.plan import Copies
 
 
 @dataclass(slots=True)
@@ -30,3 +31,13 @@ class PageLoad:
     state: dict[Key, int] = field(default_factory=dict)  # slots for the parts of a recurrent state
     state_to: int = -1  # checkpoint that they are copied to
     is_void: bool = False  # a key was invalidated since its start
+
+    def copies(self, ticket: int) -> Copies:
+        """Return what the device does for it."""
+        return Copies(
+            ticket,
+            pairs=list(zip(self.slots, self.pages, strict=True)),
+            fetches=[*self.fetched.items()],
+            state_fetches=[*self.state.items()],
+            state_to=self.state_to,
+        )

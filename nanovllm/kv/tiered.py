@@ -113,6 +113,7 @@ class TieredMemory(KVMemory):
 
     def moved(self, moved: Moved) -> tuple[int, bool]:
         tier = self.tier
+        tier.remove_below(moved.lost)
         if tier.end_write(moved.ticket, ok=moved.ok):
             return -1, moved.ok
         self._num_releases += 1

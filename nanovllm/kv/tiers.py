@@ -302,7 +302,7 @@ class HostTier:
         assert -1 not in (*fetched.values(), *state.values()), "no slot for a part of a load"
         slots = [fetched[key] if key in fetched else self._kept[key] for key in keys]
         self._ticket += 1
-        self.loads[self._ticket] = PageLoad(
+        load = self.loads[self._ticket] = PageLoad(
             request_id=request_id,
             first=first,
             keys=keys,
@@ -312,15 +312,7 @@ class HostTier:
             state=state,
             state_to=state_to,
         )
-        pairs = list(zip(slots, pages, strict=True))
-        copies = Copies(
-            self._ticket,
-            pairs,
-            fetches=[*fetched.items()],
-            state_fetches=[*state.items()],
-            state_to=state_to,
-        )
-        self._moves.loads.append(copies)
+        self._moves.loads.append(load.copies(self._ticket))
         return self._ticket
 
     def end_load(
@@ -437,8 +429,13 @@ class HostTier:
         for one in (key, *parts):
             self._invalidate(one)
 
+    def remove_below(self, keys: Iterable[Key]) -> None:
+        """Remove pages from the disk of all ranks, since a rank could not read its share."""
+        for key in keys:
+            self._writes.remove(key, is_below=self.disk is not None and self.disk.holds(key))
+
     def _invalidate(self, key: Key) -> None:
-        self._writes.remove(key, is_below=self.disk is not None and self.disk.holds(key))
+        self.remove_below([key])
         if (store := self._storing.get(key)) is not None:
             store.void.add(key)
         for load in self.loads.values():

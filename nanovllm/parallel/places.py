@@ -30,12 +30,9 @@ class Place:
     rendezvous: str  # path of a file that the ranks create when they connect
     ring: RingWriter | RingReader | None  # rank 0 writes, others read; None with one rank
     engine: int | None = None  # number of the engine, if there are several
-    # With lanes: one ring for each other rank, written by that rank and read by rank 0.
+    # With lanes or a disk: one ring for each other rank, written by that rank and read by rank 0.
     back: RingWriter | list[RingReader] | None = None
-
-    @property
-    def lanes(self) -> int:
-        return 1 if self.back is None else self.size
+    lanes: int = 1
 
     @property
     def name(self) -> str:
@@ -104,7 +101,8 @@ def places_of(config: Config, folder: str, engine: int = 0) -> list[Place]:
     if size > 1:
         writer, readers = ring(size - 1)
         ends = [writer, *readers]
-    if config.recipe.parallel.tp == 1 and size > 1:
+    lanes = size if config.recipe.parallel.tp == 1 else 1
+    if size > 1 and (lanes > 1 or config.recipe.cache.disk is not None):
         rings = [ring(1) for _ in readers]
         backs = [[end for _, (end,) in rings], *[back for back, _ in rings]]
     return [
@@ -116,6 +114,7 @@ def places_of(config: Config, folder: str, engine: int = 0) -> list[Place]:
             ring=end,
             engine=number,
             back=back,
+            lanes=lanes,
         )
         for rank, (end, back) in enumerate(zip(ends, backs, strict=True))
     ]

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from nanovllm.config import Config, ConfigError
+from nanovllm.config import Config
 from nanovllm.kv.disk.format import PageOwner
 from nanovllm.kv.disk.limits import DiskLimits
 from nanovllm.kv.disk.store import DiskStore
@@ -24,13 +24,10 @@ def disk_of(config: Config, found: Resolved, state_parts: int) -> OpenDisk | Non
     """Return a function that opens the store of `cache.disk`, or None without it.
 
     `state_parts`: number of parts of a checkpoint of recurrent states, each as long as a page.
-    Raise ConfigError for several ranks.
     """
     asked = found.recipe.cache.disk
     if asked is None:
         return None
-    if found.mesh.size > 1:
-        raise ConfigError("cache.disk needs parallel.tp and ep of 1; drop one of them")
     limits = DiskLimits(
         payload_bytes=host_page_bytes(found.layout, found.page_tokens),
         cap_bytes=int(asked.gib * 2**30),

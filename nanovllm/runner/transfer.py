@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from msgspec.structs import replace
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nanovllm.config import ConfigError
 from nanovllm.kv.disk.store import DiskStore
+from nanovllm.kv.keys import Key
 from nanovllm.kv.split import HOST_ALIGNED
 from nanovllm.plan import Copies, Moved, Moves, Write
 from nanovllm.runner.caches import Caches, pin
@@ -106,7 +107,10 @@ class PendingLoad:
     begun_s: float
     left: int  # reads that have not ended
     arrivals: Arrivals
+    issued: Event  # after all earlier work on the load's pages
     ok: bool = True
+    keys: dict[int, Key] = field(default_factory=dict)  # by ticket, of reads from a disk
+    lost: list[Key] = field(default_factory=list)  # keys of reads that failed
 
 
 class Mover:
@@ -206,13 +210,16 @@ class Mover:
         assert self.disk is not None
         page_of = dict(copies.pairs)
         arrivals = Arrivals({key: page_of[slot] for key, slot in copies.fetches}, issued)
-        fetch = PendingLoad(copies, time.perf_counter(), 0, arrivals)
+        fetch = PendingLoad(
+            copies=copies, begun_s=time.perf_counter(), left=0, arrivals=arrivals, issued=issued
+        )
         wanted = (*copies.fetches, *copies.state_fetches)
         pages = [(key, self.host.payload(slot)) for key, slot in wanted]
         if isinstance(self.disk, RemotePages):
             tickets = self.disk.read_all(pages, arrivals)
         else:
             tickets = self.disk.read_all(pages)
+            fetch.keys = {ticket: key for ticket, (key, _) in zip(tickets, pages, strict=True)}
         for ticket in tickets:
             self._reads[ticket] = fetch
             fetch.left += 1
@@ -234,12 +241,15 @@ class Mover:
             fetch = self._reads.pop(ticket)
             fetch.left -= 1
             fetch.ok = fetch.ok and ok
+            if not ok and ticket in fetch.keys:
+                fetch.lost.append(fetch.keys[ticket])
             if fetch.left:
                 continue
             if fetch.ok:
                 self._fetched(fetch)
             else:
-                self._moved.append(Moved(fetch.copies.ticket, ok=False))
+                lost = tuple(fetch.lost)
+                self._moved.append(Moved(fetch.copies.ticket, ok=False, lost=lost))
 
     def _fetched(self, fetch: PendingLoad) -> None:
         """Copy a load's pages that are in host memory now. The others have been filled directly."""
@@ -249,7 +259,7 @@ class Mover:
         pairs = [pair for pair in fetch.copies.pairs if pair[0] not in blank]
         if pairs or fetch.copies.state_fetches:
             self._fetch_s[own], self._blank[own] = fetch_s, blank
-            self._start(self._loads, replace(fetch.copies, pairs=pairs), self._recorded())
+            self._start(self._loads, replace(fetch.copies, pairs=pairs), fetch.issued)
         else:
             self._moved.append(Moved(own, fetch_s=fetch_s, blank=blank))
 

@@ -70,7 +70,10 @@ def ranked(config: Config, tp: int, folder: Path, **sizes: Any) -> Iterator[Whol
     """
     parallel = replace(config.recipe.parallel, overlap_tokens=HALVED if tp == 2 else 0)
     config = replace(config, recipe=replace(config.recipe, parallel=parallel))
-    first, *others = places_of(cut(config, tp, config.recipe.parallel.ep), str(folder))
+    divided = cut(config, tp, config.recipe.parallel.ep)
+    cache = replace(divided.recipe.cache, disk=sizes.get("disk"))
+    divided = replace(divided, recipe=replace(divided.recipe, cache=cache))
+    first, *others = places_of(divided, str(folder))
     left: list[int] = []
 
     def follow(place: Place) -> None:

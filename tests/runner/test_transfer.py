@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -15,13 +16,13 @@ from msgspec.structs import replace
 from nanovllm.config import Config, ConfigError, Disk, Speculate, load_config
 from nanovllm.engine import paper
 from nanovllm.kv.costs import TransferCosts
+from nanovllm.kv.disk.format import PREFIX, PageHeader
 from nanovllm.kv.hybrid import HybridMemory
 from nanovllm.kv.layout import CacheLayout, PagedGroup
 from nanovllm.kv.split import host_page_bytes
 from nanovllm.parallel.mesh import first_rank
 from nanovllm.plan import Copies, Moves
 from nanovllm.runner.caches import make_caches
-from nanovllm.runner.disk import disk_of
 from nanovllm.runner.resolved import resolved
 from nanovllm.runner.transfer import HostPages, Mover
 from tests.engine.test_ranks import ranked
@@ -150,6 +151,64 @@ def test_a_page_that_is_damaged_on_disk_is_computed(tmp_path: Path) -> None:
     assert engine.scheduler.stats().tiers["disk.failed"] == 1
 
 
+@pytest.mark.parametrize("damage", ["flipped", "missing"])
+def test_two_ranks_read_and_write_their_shares_on_disk(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A load fails as a whole if one rank cannot read its share, and is written again."""
+    family, overrides = CASES["qwen3 gqa 8"]
+    make_tiny(tmp_path, family, **{**overrides, "num_key_value_heads": 2})
+    config, folder = config_of(tmp_path), tmp_path / "kept"
+    sizes = dict(host_gib=0.02, disk=Disk(path=str(folder), gib=0.5), pages=60, max_tokens=200)
+    prompt, found = prompts_of(9)[1][:45] * 2, []
+    alone = WholeEngine(config)
+    alone.submit(0, prompt, 8)
+    alone.run()
+    for turn in range(4):
+        place = tmp_path / str(turn)
+        place.mkdir()
+        with ranked(config, 2, place, **sizes) as engine:
+            engine.memory.tier.costs = TransferCosts(page_s=0, token_s=1, start_s=-1e9)
+            assert engine.runner.disk.scanned.wait(20)
+            engine.submit(turn, prompt, 8)
+            engine.run()
+            eventually(lambda e=engine: e.loop.step() or not e.scheduler.num_moving)
+            tiers = engine.scheduler.stats().tiers
+            found.append((engine.text[turn], engine.cached[turn], tiers["disk.failed"]))
+            num_pages = len(prompt) // 4
+            eventually(lambda n=num_pages: len(shares(folder, 1)) == len(shares(folder, 0)) >= n)
+            engine.runner.disk.close()
+        if turn == 1:
+            damage_share(shares(folder, 1)[3], damage)
+    texts, cached, failed = zip(*found, strict=True)
+    assert all(text == alone.text[0] for text in texts)
+    most = (len(prompt) - 1) // 4 * 4
+    assert cached == (0, most, 0, most) and failed == (0, 0, 1, 0)
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == (damage == "flipped") and all("a page is corrupt" in w for w in warned)
+
+
+def shares(folder: Path, rank: int) -> list[Path]:
+    """Return the files of a rank's pages. The header names the rank."""
+    found = []
+    for path in sorted(folder.glob("pages/*/" + "?" * 64)):
+        data = path.read_bytes()
+        _, length = PREFIX.unpack_from(data)
+        body = data[PREFIX.size : PREFIX.size + length]
+        if msgspec.msgpack.decode(body, type=PageHeader).owner.rank == rank:
+            found.append(path)
+    return found
+
+
+def damage_share(path: Path, damage: str) -> None:
+    if damage == "missing":
+        path.unlink()
+        return
+    data = bytearray(path.read_bytes())
+    data[5000] ^= 1
+    path.write_bytes(data)
+
+
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
@@ -165,13 +224,6 @@ def test_what_is_wrong_with_a_disk_is_one_line(settings: list[str], line: str) -
     with pytest.raises(ConfigError) as caught:
         demo(*settings)
     assert line in str(caught.value)
-
-
-def test_several_ranks_refuse_a_disk() -> None:
-    disk = ["device=cpu", "cache.host_gib=1", "cache.disk={path: x}", "load.format=dummy"]
-    config = load_config(None, [*disk, "parallel.tp=2"])
-    with pytest.raises(ConfigError, match=r"^cache.disk needs parallel.tp and ep of 1; drop one"):
-        disk_of(config, resolved(config, first_rank(config.recipe.parallel)), 0)
 
 
 def test_without_the_key_there_are_no_transfers_and_no_copies() -> None:

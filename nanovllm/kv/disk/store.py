@@ -10,6 +10,9 @@ Theory of operation:
 4. A thread keeps the index up to date with the folder, since servers and ranks may share it. It
    also tries the disk again after a fault. Another thread ends transfers on a disk that hangs.
 
+With several ranks, each has a store for its share of a page. Rank 0 alone decides by its index; the
+others read and write what it says, also before their own scan has found a file.
+
 No method raises an exception for a fault of the disk, and none but `open` and `close` waits for it.
 
 Decision: I/O threads have buffers of their own. The extra copy runs at 10 GB/s per thread. In
@@ -104,6 +107,12 @@ class DiskStore:
         name = self.owner.name(key)
         return self._health.can_read and name in self._index and name not in self._unwanted
 
+    def _may_hold(self, key: bytes) -> bool:
+        """Return True if a read may succeed. Ranks other than 0 also try files not yet found."""
+        if self.owner.rank == 0:
+            return self.holds(key)
+        return self._health.can_read and self.owner.name(key) not in self._unwanted
+
     def remove(self, key: bytes) -> None:
         """Make a page a miss at once, and remove its file in the background.
 
@@ -156,7 +165,7 @@ class DiskStore:
         """
         view = memoryview(into).cast("B")
         ticket = None
-        if self.holds(key) and len(view) <= self.limits.payload_bytes:
+        if self._may_hold(key) and len(view) <= self.limits.payload_bytes:
             ticket = self._transfers.submit("read", key, view)
         if ticket is None:
             self._count(misses=1)
