@@ -50,8 +50,8 @@ class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ep: int = 1
     dp: int = 1  # number of engine replicas of one server, each on max(tp, ep) devices
     # Steps of at least this number of tokens run as two halves: with tp > 1, one half computes
-    # while the ranks sum the other's products. 0: never.
-    overlap_tokens: int = 4096
+    # while the ranks sum the other's products. 0: never. It has not been measured on a GPU yet.
+    overlap_tokens: int = 0
     # A request goes to the engine with the least
     # prefill_weight * (prompt tokens to compute) + load_weight * (requests in flight).
     prefill_weight: float = 1.0

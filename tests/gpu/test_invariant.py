@@ -40,7 +40,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": dict(
         # So few tokens that drafts by earlier text are found in random texts.
         MOE, vocab_size=256, num_hidden_layers=4, shared_expert_intermediate_size=256,
-        linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=128, linear_value_head_dim=128,
+        linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=128,
+        linear_value_head_dim=128,
     ),
 }  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
