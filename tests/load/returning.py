@@ -86,9 +86,10 @@ def main(words: Sequence[str] | None = None) -> None:
             for nth in range(options.rounds + 1)
         ][1:]
         num_bytes, seconds = server.loaded()
-        events = server.events()
+        events, hits = server.events(), server.hit_tokens()
     metrics = metrics_of(rounds) | {
         "load_gb_per_s": num_bytes / seconds / 1e9 if seconds else 0.0,
+        "tokens_from_disk": hits.get("disk", 0.0),  # with the warm-up; 0 if the disk is too slow
         "declined_loads": events.get("host/declined", 0.0),
         "failed_loads": events.get("host/failed", 0.0) + events.get("disk/failed", 0.0),
     }

@@ -130,10 +130,15 @@ class TieredServer:
         return sample
 
     def push_out(self, num_pages: int, each: int) -> None:
-        """Fill this many pages with prompts of `each` tokens that do not return."""
+        """Fill this many pages with prompts of `each` tokens that do not return.
+
+        Each is stored before the next one comes. A disk that is slower than the device would drop
+        stores, and the tier above it would keep its pages.
+        """
         for _ in range(-(-num_pages * self.page_tokens // each)):
             self._num_fillers += 1
             asyncio.run(self.ask(self.body(f"filler {self._num_fillers}", each)))
+            self.settle()
 
     def whole_pages(self, num_tokens: int) -> int:
         """Return a length near `num_tokens` of which one token is not in a full page.
