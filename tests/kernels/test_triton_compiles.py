@@ -62,9 +62,10 @@ from nanovllm_kernels.adapters.deltas import expand_kernel
 tables = dict.fromkeys(("tokens_X", "token_XT", "pages_X", "page_XP"), "*i32")
 few, many = (dict(tables, h_CITR=h, b_RN="*bf16", y_TN="*bf16") for h in ("*fp32", "*bf16"))
 aligned = {*few, "num_ranks", "y_stride", "b_stride"}
-compiled(expand_kernel, few, aligned=aligned, PAGE=16, TOKENS=16, COLUMNS=256, SUMS=12, WAITS=True)
-ptx = compiled(expand_kernel, many, aligned=aligned, PAGE=16, TOKENS=32, COLUMNS=128, SUMS=1,
-               WAITS=False)
+compiled(expand_kernel, few, aligned=aligned, PAGE=16, TOKENS=16, COLUMNS=256, BLOCKS=1, SUMS=12,
+         WAITS=True)
+ptx = compiled(expand_kernel, many, aligned=aligned, PAGE=16, TOKENS=32, COLUMNS=128, BLOCKS=4,
+               SUMS=1, WAITS=False)
 assert "mma.sync" in ptx and "wgmma.mma" not in ptx
 """,
     "latent_store": """
@@ -209,12 +210,12 @@ OTHERS = {
     "rows": {
         "add_deltas": (
             "T=7 D=2100 N=200+16+16 ranks=16+33+4 bfloat16",
-            "T=140 D=1300 N=130+40 ranks=20+16 bfloat16",
+            "T=140 D=1300 N=700+40 ranks=20+16 bfloat16",
             "T=33 D=160 N=64+40 ranks=8+16 float32",
         ),
         "gated_deltas": (
             "T=37 D=300 N=130+130 ranks=40+20+16 bfloat16",
-            "T=140 D=300 N=130+130 ranks=20+16 bfloat16",
+            "T=140 D=300 N=600+600 ranks=20+16 bfloat16",
         ),
         "norm_quantise": ("normal T=7 D=1160",),
         "silu_mul_quantise": ("strided T=7 D=2320",),

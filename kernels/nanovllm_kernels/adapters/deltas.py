@@ -50,6 +50,7 @@ FEW_TOKENS = 128  # up to here chunks of inputs are computed by programs of thei
 FEW_TILE, MANY_TILE = 16, 32  # tokens of a program
 COLUMNS, MANY_COLUMNS = 128, 256  # of a program with few tiles, with many
 MANY_TILES = 16
+MANY_BLOCKS = 4  # blocks of columns of a program with many tokens
 MOST_PARTS = 4  # those of Qwen3.5's recurrent layers: qkv, z, b and a
 MOST_PAGES = 4  # programs for the pages of a tile, if there are few tiles of few tokens
 CHUNK_BYTES, LOAD_BYTES = 2048, 1024  # of a token's inputs: of one sum, and of one load
@@ -109,21 +110,21 @@ def add_deltas(
     )  # fmt: skip
     y_TN = product()
     assert y_TN.stride(1) == 1
-    at_once = MANY_COLUMNS if is_few and has_many else COLUMNS
-    own = dict(PAGE=RANK_PAGE, TOKENS=tile, COLUMNS=at_once, SUMS=num_sums, WAITS=waits)
+    at_once, blocks = MANY_COLUMNS if is_few and has_many else COLUMNS, 1 if is_few else MANY_BLOCKS
+    own = dict(PAGE=RANK_PAGE, TOKENS=tile, COLUMNS=at_once, BLOCKS=blocks, SUMS=num_sums)
     if gated:
         assert num_parts == 2 and widths[0] == widths[1]
         out_TF = y_TN.new_empty(num_tokens, widths[0])
-        expand_gated_kernel[(triton.cdiv(widths[0], at_once), num_tiles)](
+        expand_gated_kernel[(triton.cdiv(widths[0], blocks * at_once), num_tiles)](
             h_CITR, b_RN, y_TN, out_TF, *tiles, widths[0], num_tokens, num_ranks, num_pages,
-            h_CITR.stride(0), y_TN.stride(0), b_RN.stride(0), **own, launch_pdl=waits,
+            h_CITR.stride(0), y_TN.stride(0), b_RN.stride(0), **own, WAITS=waits, launch_pdl=waits,
         )  # fmt: skip
         return out_TF
     padded = (*widths, 0, 0, 0)[:MOST_PARTS]
     columns = sum(triton.cdiv(width, at_once) for width in widths)
-    expand_kernel[(columns, num_tiles)](
+    expand_kernel[(triton.cdiv(columns, blocks), num_tiles)](
         h_CITR, b_RN, y_TN, *tiles, *padded, num_tokens, num_ranks, num_pages,
-        h_CITR.stride(0), y_TN.stride(0), b_RN.stride(0), **own, launch_pdl=waits,
+        h_CITR.stride(0), y_TN.stride(0), b_RN.stride(0), **own, WAITS=waits, launch_pdl=waits,
     )  # fmt: skip
     return y_TN
 
@@ -240,43 +241,46 @@ def shrink_kernel(
 def expand_kernel(
     h_CITR, b_RN, y_TN, tokens_X, token_XT, pages_X, page_XP, width_0, width_1, width_2, width_3,
     num_tokens, num_ranks, num_pages, h_stride, y_stride, b_stride, PAGE: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr, WAITS: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, SUMS: tl.constexpr,
+    WAITS: tl.constexpr,
 ):  # fmt: skip
     """Add the products of the sums h with B to some columns of y."""
     let_next_come(WAITS)
     tile = tl.program_id(1)
     count = tl.load(pages_X + tile)
     if count > 0:
-        block, part, start, width = tl.program_id(0), 0, 0, width_0
+        t, is_token = tokens_of(tokens_X, token_XT, tile, TOKENS)
+        page_P = page_XP + tile * num_pages
+        first_page = tl.load(page_P)
         end_0 = tl.cdiv(width_0, COLUMNS)
         end_1 = end_0 + tl.cdiv(width_1, COLUMNS)
         end_2 = end_1 + tl.cdiv(width_2, COLUMNS)
-        if block >= end_2:
-            block, part, start, width = block - end_2, 3, width_0 + width_1 + width_2, width_3
-        elif block >= end_1:
-            block, part, start, width = block - end_1, 2, width_0 + width_1, width_2
-        elif block >= end_0:
-            block, part, start, width = block - end_0, 1, width_0, width_1
-        n = block * COLUMNS + tl.arange(0, COLUMNS)
-        is_column = n < width
-        n += start
-        t, is_token = tokens_of(tokens_X, token_XT, tile, TOKENS)
-        page_P = page_XP + tile * num_pages
-        page = tl.load(page_P)
-        b = columns_of(b_RN + n, page, is_column, b_stride, PAGE)
-        wait(WAITS)
-        y_at = y_TN + t.to(tl.int64)[:, None] * y_stride + n[None, :]
-        is_written = is_token[:, None] & is_column[None, :]
-        y = tl.load(y_at, is_written, 0.0).to(tl.float32)
-        h_at = h_CITR + (part * num_tokens + t).to(tl.int64)[:, None] * num_ranks
-        h = sum_of(h_at, page, is_token, h_stride, PAGE, SUMS).to(b.dtype)
-        more = dot(h, b, tl.zeros([TOKENS, COLUMNS], tl.float32))
-        for nth in tl.range(1, count, num_stages=1):
-            page = tl.load(page_P + nth)
-            b = columns_of(b_RN + n, page, is_column, b_stride, PAGE)
-            h = sum_of(h_at, page, is_token, h_stride, PAGE, SUMS).to(b.dtype)
-            more = dot(h, b, more)
-        tl.store(y_at, (y + more).to(y_TN.dtype.element_ty), is_written)
+        for nth_block in tl.range(BLOCKS, num_stages=1):
+            block, part, start, width = tl.program_id(0) * BLOCKS + nth_block, 0, 0, width_0
+            if block >= end_2:
+                block, part, start, width = block - end_2, 3, width_0 + width_1 + width_2, width_3
+            elif block >= end_1:
+                block, part, start, width = block - end_1, 2, width_0 + width_1, width_2
+            elif block >= end_0:
+                block, part, start, width = block - end_0, 1, width_0, width_1
+            n = block * COLUMNS + tl.arange(0, COLUMNS)
+            is_column = n < width
+            is_own = is_token & (tl.zeros([TOKENS], tl.int32) + block * COLUMNS < width)
+            n += start
+            b = columns_of(b_RN + n, first_page, is_column, b_stride, PAGE)
+            wait(WAITS)
+            y_at = y_TN + t.to(tl.int64)[:, None] * y_stride + n[None, :]
+            is_written = is_token[:, None] & is_column[None, :]
+            y = tl.load(y_at, is_written, 0.0).to(tl.float32)
+            h_at = h_CITR + (part * num_tokens + t).to(tl.int64)[:, None] * num_ranks
+            h = sum_of(h_at, first_page, is_own, h_stride, PAGE, SUMS).to(b.dtype)
+            more = dot(h, b, tl.zeros([TOKENS, COLUMNS], tl.float32))
+            for nth in tl.range(1, count, num_stages=1):
+                page = tl.load(page_P + nth)
+                b = columns_of(b_RN + n, page, is_column, b_stride, PAGE)
+                h = sum_of(h_at, page, is_own, h_stride, PAGE, SUMS).to(b.dtype)
+                more = dot(h, b, more)
+            tl.store(y_at, (y + more).to(y_TN.dtype.element_ty), is_written)
     wait(WAITS)
 
 
@@ -284,7 +288,7 @@ def expand_kernel(
 def expand_gated_kernel(
     h_CITR, b_RN, y_TN, out_TF, tokens_X, token_XT, pages_X, page_XP, width, num_tokens, num_ranks,
     num_pages, h_stride, y_stride, b_stride, PAGE: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr, SUMS: tl.constexpr, WAITS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, SUMS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Add the deltas to some columns of gate and up, and write silu(gate) * up.
 
@@ -293,38 +297,40 @@ def expand_gated_kernel(
     let_next_come(WAITS)
     tile = tl.program_id(1)
     count = tl.load(pages_X + tile)
-    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    is_column = n < width
     t, is_token = tokens_of(tokens_X, token_XT, tile, TOKENS)
     page_P = page_XP + tile * num_pages
-    page = tl.load(page_P, count > 0, 0)
-    gate_at, up_at = b_RN + n, b_RN + width + n
-    gate_b = columns_of(gate_at, page, is_column, b_stride, PAGE)
-    up_b = columns_of(up_at, page, is_column, b_stride, PAGE)
-    wait(WAITS)
-    y_at = y_TN + t.to(tl.int64)[:, None] * y_stride + n[None, :]
-    is_written = is_token[:, None] & is_column[None, :]
-    dtype: tl.constexpr = y_TN.dtype.element_ty
-    y_gate = tl.load(y_at, is_written, 0.0).to(tl.float32)
-    y_up = tl.load(y_at + width, is_written, 0.0).to(tl.float32)
-    gate = tl.zeros([TOKENS, COLUMNS], tl.float32)
-    up = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    first_page = tl.load(page_P, count > 0, 0)
     h_at = h_CITR + t.to(tl.int64)[:, None] * num_ranks
     up_h_at = h_CITR + (num_tokens + t).to(tl.int64)[:, None] * num_ranks
-    for nth in tl.range(0, count, num_stages=1):
-        if nth > 0:
-            page = tl.load(page_P + nth)
-            gate_b = columns_of(gate_at, page, is_column, b_stride, PAGE)
-            up_b = columns_of(up_at, page, is_column, b_stride, PAGE)
-        gate_h = sum_of(h_at, page, is_token, h_stride, PAGE, SUMS).to(gate_b.dtype)
-        up_h = sum_of(up_h_at, page, is_token, h_stride, PAGE, SUMS).to(up_b.dtype)
-        gate = dot(gate_h, gate_b, gate)
-        up = dot(up_h, up_b, up)
-    gate = (y_gate + gate).to(dtype).to(tl.float32)
-    activated = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    out = activated * (y_up + up).to(dtype).to(tl.float32)
-    out_at = out_TF + t.to(tl.int64)[:, None] * width + n[None, :]
-    tl.store(out_at, out.to(dtype), is_written)
+    dtype: tl.constexpr = y_TN.dtype.element_ty
+    for nth_block in tl.range(BLOCKS, num_stages=1):
+        n = (tl.program_id(0) * BLOCKS + nth_block) * COLUMNS + tl.arange(0, COLUMNS)
+        is_column = n < width
+        gate_at, up_at = b_RN + n, b_RN + width + n
+        page = first_page
+        gate_b = columns_of(gate_at, page, is_column, b_stride, PAGE)
+        up_b = columns_of(up_at, page, is_column, b_stride, PAGE)
+        wait(WAITS)
+        y_at = y_TN + t.to(tl.int64)[:, None] * y_stride + n[None, :]
+        is_written = is_token[:, None] & is_column[None, :]
+        y_gate = tl.load(y_at, is_written, 0.0).to(tl.float32)
+        y_up = tl.load(y_at + width, is_written, 0.0).to(tl.float32)
+        gate = tl.zeros([TOKENS, COLUMNS], tl.float32)
+        up = tl.zeros([TOKENS, COLUMNS], tl.float32)
+        for nth in tl.range(0, count, num_stages=1):
+            if nth > 0:
+                page = tl.load(page_P + nth)
+                gate_b = columns_of(gate_at, page, is_column, b_stride, PAGE)
+                up_b = columns_of(up_at, page, is_column, b_stride, PAGE)
+            gate_h = sum_of(h_at, page, is_token, h_stride, PAGE, SUMS).to(gate_b.dtype)
+            up_h = sum_of(up_h_at, page, is_token, h_stride, PAGE, SUMS).to(up_b.dtype)
+            gate = dot(gate_h, gate_b, gate)
+            up = dot(up_h, up_b, up)
+        gate = (y_gate + gate).to(dtype).to(tl.float32)
+        activated = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        out = activated * (y_up + up).to(dtype).to(tl.float32)
+        out_at = out_TF + t.to(tl.int64)[:, None] * width + n[None, :]
+        tl.store(out_at, out.to(dtype), is_written)
 
 
 @triton.jit
@@ -444,14 +450,14 @@ SHAPES = (
     DeltaShape(1, 64, (48,), (1,)),
     DeltaShape(7, 2100, (200, 16, 16), (16, 33, 4)),
     DeltaShape(37, 128, (130, 130), (40, 20, 16)),
-    DeltaShape(140, 1300, (130, 40), (20, 16)),
+    DeltaShape(140, 1300, (700, 40), (20, 16)),
     DeltaShape(33, 160, (64, 40), (8, 16), torch.float32),
     DeltaShape(20, 64, (80, 70, 4, 4), (16, 20), torch.float32),
 )
 GATED_SHAPES = (
     DeltaShape(1, 64, (48, 48), (1,)),
     DeltaShape(37, 300, (130, 130), (40, 20, 16)),
-    DeltaShape(140, 300, (130, 130), (20, 16)),
+    DeltaShape(140, 300, (600, 600), (20, 16)),
     DeltaShape(20, 64, (80, 80), (16, 20), torch.float32),
 )
 SIZES_8B = (4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (12288, 12288)), (12288, (4096,))
