@@ -25,6 +25,8 @@ class Admitted(Struct, frozen=True):
     tokens: int  # tokens at admission; after a preemption, with those generated before
     cached: int  # cached tokens at admission
     came_s: float  # time of arrival at the engine
+    loaded: int = 0  # cached tokens whose pages arrived from a tier below the device
+    arriving_s: float = 0.0  # time from which they arrived; 0 without them
 
 
 class Step(Struct, array_like=True):
@@ -66,3 +68,4 @@ class Steps(Struct, frozen=True, tag="steps", array_like=True):
     waiting: int
     free: int
     cached: int
+    arriving: list[tuple[int, float]] = []  # requests whose pages arrive, and since when

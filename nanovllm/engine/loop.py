@@ -171,7 +171,8 @@ class EngineLoop:
                 self._has_run = True
         plan = self.scheduler.plan()
         self._has_run |= plan is not None
-        if self.scheduler.has_tiers and (moves := self.scheduler.moves()) is not None:
+        moves = self.scheduler.moves() if self.scheduler.has_tiers else None
+        if moves is not None:
             self.executor.move(moves)
         self.clock.lap("plan")
         if plan is not None:
@@ -187,6 +188,8 @@ class EngineLoop:
             self._in_flight.append(InFlight(handle, self._was_idle, num_decoded, num_prompt))
             if self.pace is not None:
                 self.pace.planned(num_decoded, num_prompt)
+        if moves is not None and moves.loads:
+            self.recent.note_arrivals()
         self._complete(self.depth if plan is not None else 0)
         self._was_idle = self.idle
         if plan is not None:

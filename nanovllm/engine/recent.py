@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from msgspec.structs import replace
+
 from nanovllm.engine.executor import Executor, StepHandle
 from nanovllm.look import MOST_STEPS, Admitted, Step, Steps
 from nanovllm.plan import Chunk, LanesPlan, StepPlan
@@ -65,6 +67,7 @@ class Recent:
         self._mode = ""
         self._decodes = self._slots = b""
         self._newest = 0
+        self._arriving: dict[int, float] = {}  # requests whose pages arrive, and since when
 
     def planned(self, plan: StepPlan | LanesPlan) -> None:
         """Note a plan that was launched."""
@@ -87,9 +90,21 @@ class Recent:
             decodes=self._decodes,
             mixed_step_tokens=self._scheduler.mixed_step_tokens,
             num_preemptions=snapshot.num_preemptions,
-            admitted=self._scheduler.admitted(plan),
+            admitted=[self._with_arrival(one) for one in self._scheduler.admitted(plan)],
         )
         self._in_flight.append(step)
+
+    def _with_arrival(self, admitted: Admitted) -> Admitted:
+        """Return an admission with the time from which its pages arrived, if they did."""
+        if not admitted.loaded:
+            return admitted
+        return replace(admitted, arriving_s=self._arriving.get(admitted.request, 0.0))
+
+    def note_arrivals(self) -> None:
+        """Note the loads that have started, after the latest plan was noted."""
+        now, before = self._now(), self._arriving
+        arriving = self._scheduler.snapshot().arriving
+        self._arriving = {one: before.get(one, now) for one in arriving}
 
     def note_finished(self, output: StepOutput) -> None:
         """Note the finished requests of an output."""
@@ -115,6 +130,7 @@ class Recent:
     def since(self, number: int) -> Steps:
         """Return the answer to a Look. Any thread may call it."""
         newest, snapshot = self._newest, self._scheduler.snapshot(MOST_WAITING)
+        arriving = self._arriving
         oldest = max(min(1, newest), newest - KEPT + 1)
         first = max(number + 1, newest - MOST_STEPS + 1, oldest)
         steps = [self._ring[at % KEPT] for at in range(first - 1, newest + 1)]
@@ -128,6 +144,7 @@ class Recent:
             waiting=snapshot.num_waiting,
             free=snapshot.free,
             cached=snapshot.cached,
+            arriving=[(one, arriving[one]) for one in snapshot.arriving if one in arriving],
         )
 
     def _step(self, before: NotedStep | None, step: NotedStep) -> Step:

@@ -116,6 +116,7 @@ class Lanes:
             free=sum(part.free for part in parts),
             cached=sum(part.cached for part in parts),
             queue=[one for part in parts for one in part.queue][:num_queued],
+            arriving=[request_id for part in parts for request_id in part.arriving],
         )
 
     def plan(self) -> LanesPlan | None:

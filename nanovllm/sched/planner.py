@@ -23,6 +23,7 @@ class Snapshot(Struct, frozen=True):
     cached: int  # free pages whose content can be reused
     # Waiting requests: id, time of arrival, True if it was preempted.
     queue: list[tuple[int, float, bool]]
+    arriving: list[int]  # ids of requests whose pages arrive from a tier below the device
 
 
 class Planner(Protocol):

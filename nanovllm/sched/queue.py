@@ -241,6 +241,7 @@ class Queue:
         `num_loaded` is the number of tokens of the prefix that came from tiers below the device.
         """
         request.state = State.PREFILLING
+        request.num_loaded = num_loaded
         self.prefilling.add(request)
         if not request.was_started:
             request.was_started = True

@@ -41,6 +41,7 @@ class Request:
     drafted: range = range(0)  # without a slot: positions where drafts may have been written
     num_overtaken: int = 0  # steps that admitted later requests, because pages were missing
     was_started: bool = False
+    num_loaded: int = 0  # cached tokens that came from tiers below the device, at admission
     may_load: bool = True  # False after a failed transfer, until it is preempted
     awaited: int = 0  # ticket of another request's transfer that it waited for; 0 = none
     adapter: int = 0  # number of its adapter's load; 0 = none

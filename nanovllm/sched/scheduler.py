@@ -195,6 +195,7 @@ class Scheduler:
             free=pool.num_free,
             cached=len(pool.cached),
             queue=[(r.id, r.came_s, r.was_started) for r in islice(queue.waiting, num_queued)],
+            arriving=list(queue.arriving),
         )
 
     def admitted(self, plan: StepPlan | LanesPlan) -> list[Admitted]:
@@ -209,6 +210,7 @@ class Scheduler:
                 tokens=len(admit.tokens) // 4,
                 cached=admit.num_cached,
                 came_s=by_id[int(owner[admit.slot])].came_s,
+                loaded=by_id[int(owner[admit.slot])].num_loaded,
             )
             for admit in plan.admits
         ]

@@ -20,9 +20,12 @@ TEXT = [
     (("notice-ink",), ("notice",)),
     (("ink",), ("doubt",)),
     (("c-ink", "c-soft", "c-accent"), ("c-surface", "c-page")),
-    (("c-on-bar",), ("c-prompt", "c-decode")),
+    (("c-on-bar",), ("c-prompt", "c-decode", "c-arriving")),
 ]
-MARKS = ("wait", "prompt", "decode", "draft", "preempted", "finished", "cached", "held", "limit")
+MARKS = (
+    *("wait", "arriving", "prompt", "decode", "draft"),
+    *("preempted", "finished", "cached", "held", "limit"),
+)
 
 
 def colours(theme: str) -> dict[str, str]:

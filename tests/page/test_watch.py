@@ -134,6 +134,48 @@ def test_samples_lanes_and_the_life_of_a_request(driver, paper) -> None:
     assert not page.one("#life").is_displayed()
 
 
+# Two answers: request 7 decodes while pages of request 8 arrive; then request 8 is admitted.
+ARRIVALS = """
+const done = arguments[0];
+Promise.all(["history", "lanes", "draw", "life"].map((name) => import(`/page/${name}.js`))).then(
+  ([{ History }, { ownerOf }, draw, { lifeOf }]) => {
+    const sizes = { num_slots: 2, num_pages: 64, free: 60, cached: 0, waiting: 0, queue: [] };
+    const admitted = (slot, request, more) => (
+      { slot, request, prompt: 40, tokens: 40, cached: 0, came_s: 0.5, loaded: 0, ...more });
+    const step = (number, more) => ({
+      step: number, begun_s: number, ended_s: number + 1, decodes: [0], rows: 1, chunks: [],
+      finished: [], admitted: [], preempted: 0, generated: 1, ...more });
+    const history = new History();
+    const slots = { 0: 7, 1: 8 };
+    history.take({ ...sizes, now_s: 2, newest: 1, slots, arriving: [[8, 1.25]],
+      steps: [step(1, { slots, admitted: [admitted(0, 7)] })] });
+    const view = { span: { from: 0, to: 2 }, isLive: true };
+    const labels = [0, 1].map((slot) => ownerOf(history, slot, view));
+    const ctx = document.createElement("canvas").getContext("2d");
+    const surface = { ctx, width: 100, height: 20 };
+    const get = (_, name) => (name === "arriving" ? "#010203" : "#ffffff");
+    const colors = new Proxy({}, { get });
+    draw.lanes(surface, history, { ...view, slots: [0, 1], pitch: 10, chosen: null }, colors);
+    const pixel = (x, y) => [...ctx.getImageData(x, y, 1, 1).data].slice(0, 3).join();
+    const pixels = [pixel(50, 15), pixel(80, 15), pixel(80, 5)];
+    history.take({ ...sizes, now_s: 4, newest: 2, slots, arriving: [],
+      steps: [step(2, { admitted: [admitted(1, 8, { loaded: 32, arriving_s: 1.25 })] })] });
+    const bars = history.bars.get(1).map((bar) => [bar.kind, bar.from, bar.to, bar.tokens]);
+    done({ labels, pixels, bars, life: lifeOf(history, 8).textContent });
+  }, (error) => done(String(error)));
+"""
+
+
+def test_requests_whose_pages_arrive_have_bars_of_their_own(driver, paper) -> None:
+    Page(driver, paper.url, "#watch")
+    found = driver.execute_async_script(ARRIVALS)
+    assert found["labels"] == [[7, "decoding"], [8, "arriving"]]
+    own, others = "1,2,3", "255,255,255"
+    assert found["pixels"] == [others, own, others]
+    assert found["bars"] == [["wait", 0.5, 1.25, 0], ["arriving", 1.25, 2, 32]]
+    assert "32 tokens began to arrive from a tier below the GPU" in found["life"]
+
+
 def test_scrolling_back_in_time_by_keys(driver, paper) -> None:
     page = Page(driver, paper.url, "#watch")
     page.press("1 request")

@@ -93,6 +93,27 @@ def test_an_arriving_request_is_not_planned_and_delays_no_other() -> None:
     assert right(engine, 0, A, 3) and right(engine, 1, [7] * 3, 12)
 
 
+def test_observers_see_arrivals_and_their_tokens() -> None:
+    engine = engine_of(num_pages=16, polls=1000, num_slots=3)
+    engine.say(generate(2, [9] * 29, 2))  # evicts A
+    engine.finish_all(most_steps=1100)
+    engine.say(generate(0, A, 3))
+    engine.step()
+    now = engine.loop.recent.since(0)
+    ((request, since),) = now.arriving
+    assert request == 0 in array("q", now.slots) and not now.queue
+    assert 0 < since <= now.now_s
+    engine.finish_all(most_steps=1100)
+    now = engine.loop.recent.since(0)
+    admitted = [one for step in now.steps for one in step.admitted]
+    assert [(one.request, one.loaded > 0) for one in admitted] == [
+        (100, False), (101, False), (2, False), (0, True),
+    ]  # fmt: skip
+    (last,) = (one for one in admitted if one.loaded)
+    assert last.loaded == tiers(engine)["host.hit_tokens"] and last.cached == 24
+    assert last.came_s <= last.arriving_s == since and now.arriving == []
+
+
 def test_the_loop_is_blocked_while_only_transfers_are_left() -> None:
     engine = engine_of(polls=5)
     engine.say(generate(0, A, 1))

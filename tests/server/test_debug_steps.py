@@ -24,17 +24,19 @@ def test_an_answer_has_the_fields_of_its_steps(api) -> None:
     assert api.http.get(PATH).json() == {
         "engine": 0, "engines": 1, "num_slots": 256, "num_pages": 64, "now_s": 1.0, "oldest": 0,
         "newest": 0, "steps": [], "slots": {}, "queue": [], "waiting": 0, "free": 64, "cached": 0,
+        "arriving": [],
     }  # fmt: skip
     first = step(4, decodes=b"")
-    first.admitted = [Admitted(0, 7, 40, 40, 16, 0.5)]
+    first.admitted = [Admitted(0, 7, 40, 40, 16, 0.5, loaded=8, arriving_s=0.6)]
     first.finished = [(3, "stop")]
     moved = array("q", [7, 8]).tobytes()
     told = [first, step(5), step(6), step(7, moved)]
-    api.engine.steps = Steps(9.0, 2, 7, told, moved, [(9, 8.5, True)], 1, 60, 11)
+    api.engine.steps = Steps(9.0, 2, 7, told, moved, [(9, 8.5, True)], 1, 60, 11, [(8, 8.75)])
     response = api.http.get(PATH, params={"since": 3, "engine": 0})
     assert response.headers["cache-control"] == "no-store"
     answer = response.json()
     assert (answer["slots"], answer["queue"]) == ({"0": 7, "1": 8}, [[9, 8.5, True]])
+    assert answer["arriving"] == [[8, 8.75]]
     steps = answer["steps"]
     assert [one["step"] for one in steps] == [4, 5, 6, 7]
     assert steps[0] == {
@@ -43,7 +45,10 @@ def test_an_answer_has_the_fields_of_its_steps(api) -> None:
         "bubble_s": 0.0, "generated": 0, "accepted": 0, "finished": [[3, "stop"]], "running": 0,
         "waiting": 0, "free": 0, "cached": 0, "slots": {"0": 7}, "rows": 0,
         "admitted": [
-            {"slot": 0, "request": 7, "prompt": 40, "tokens": 40, "cached": 16, "came_s": 0.5}
+            {
+                "slot": 0, "request": 7, "prompt": 40, "tokens": 40, "cached": 16, "came_s": 0.5,
+                "loaded": 8, "arriving_s": 0.6,
+            }
         ],
     }  # fmt: skip
     assert [one.get("decodes") for one in steps] == [None, [0], None, None]

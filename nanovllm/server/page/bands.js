@@ -10,7 +10,7 @@ const chunkTokens = (step) => step.chunks.reduce((sum, [, tokens]) => sum + toke
 // `legend`: [colour, label, value at the right edge]. A value function gets {state, latest}, where
 // `state.step` is the last step, or undefined if nothing runs.
 export const LANES_LEGEND = [
-  ["wait", "waiting"], ["prompt", "prompt chunk"], ["decode", "decoding"], ["cached", "prefix hit"],
+  ["wait", "waiting"], ["arriving", "pages arriving"], ["prompt", "prompt chunk"], ["decode", "decoding"], ["cached", "prefix hit"],
   ["preempted", "preempted"], ["finished", "finished"],
 ];
 export const STRIPS = [

@@ -4,7 +4,7 @@
 import { firstFrom } from "./history.js";
 
 const COLORS = [
-  "wait", "prompt", "decode", "draft", "preempted", "finished", "cached", "held", "blank", "track",
+  "wait", "arriving", "prompt", "decode", "draft", "preempted", "finished", "cached", "held", "blank", "track",
   "grid", "ink", "soft", "limit", "surface", "page", "on-bar", "accent",
 ];
 const FONT = 'system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif';
@@ -81,6 +81,12 @@ export function lanes(on, history, { slots, pitch, span, isLive, chosen }, color
       const isOpen = isLive && at === bars.length - 1 && isRunning(history, slot, bar);
       drawBar(ctx, bar, place, { isOpen, edge, bounds }, colors);
     }
+    const owner = history.owners.get(slot);
+    if (isLive && history.arriving.has(owner)) {
+      ctx.globalAlpha = chosen === null || owner === chosen ? 1 : 0.25;
+      const bar = { kind: "arriving", from: history.arriving.get(owner), to: span.to, tokens: "" };
+      drawBar(ctx, bar, place, { isOpen: true, edge, bounds }, colors);
+    }
     for (const mark of history.marks.get(slot) ?? []) {
       if (mark.at < span.from || mark.at > span.to) continue;
       ctx.globalAlpha = chosen === null || mark.request === chosen ? 1 : 0.25;
@@ -115,7 +121,7 @@ function drawBar(ctx, bar, { top, high, width, x }, { isOpen, edge, bounds }, co
   ctx.fillStyle = colors[bar.kind];
   ctx.fillRect(left, top, wide, high);
   ctx.fillStyle = colors.surface;
-  if (bar.kind === "prompt") {
+  if (bar.kind === "prompt" || bar.kind === "arriving") {
     if (wide > 4) ctx.fillRect(right - 1, top, 1, high);
     barText(ctx, String(bar.tokens), { left: left + 10, top, high, room: wide - 14 }, colors);
     return;

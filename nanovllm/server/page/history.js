@@ -2,7 +2,8 @@
 // events of each request. Independent of drawing.
 //
 // A slot's bars are {kind, request, from, to, steps, tokens}. Kinds: "wait" (before the request got
-// the slot), "prompt" (a chunk), "decode" (consecutive steps; `step` is the last one). Its marks are
+// the slot), "arriving" (its pages came from a tier below the GPU), "prompt" (a chunk), "decode"
+// (consecutive steps; `step` is the last one). Its marks are
 // {kind, request, at}. Kinds: "finished" with a reason, "preempted", "cached". Times are seconds of
 // the engine's clock.
 
@@ -25,6 +26,7 @@ export class History {
     this.newest = 0; // number of the latest step
     this.now = 0; // the engine's time in the latest answer
     this.owners = new Map(); // request by slot, as of the latest answer
+    this.arriving = new Map(); // time since which a request's pages arrive, as of the latest answer
     this.queue = []; // [request, arrival time, preempted], as of the latest answer
     this.latest = null; // the latest answer without its steps
     this._owners = new Map(); // as of the latest step
@@ -40,6 +42,7 @@ export class History {
     this.latest = latest;
     this.now = answer.now_s;
     this.owners = new Map(Object.entries(answer.slots).map(([slot, id]) => [Number(slot), id]));
+    this.arriving = new Map(answer.arriving);
     this.queue = answer.queue;
     this._answers.push({ at: answer.now_s, running: this.owners.size, waiting: answer.waiting });
     if (this._answers.length > KEPT_ANSWERS) this._answers.shift();
@@ -107,15 +110,18 @@ export class History {
     return life;
   }
 
-  _admitted({ slot, request, prompt, tokens, cached, came_s: came }, step) {
+  _admitted({ slot, request, prompt, tokens, cached, came_s: came, loaded, arriving_s: arriving }, step) {
     const life = this._life(request, came);
     const preempted = life.events.findLast((event) => event.kind === "preempted");
     life.slot = slot;
     life.prompt = prompt;
     life.came ??= came;
     if (!preempted) life.cached = cached;
+    const from = loaded ? arriving || step.from : step.from;
+    if (loaded) life.events.push({ kind: "arriving", at: from, tokens: loaded });
     life.events.push({ kind: "admitted", at: step.from, slot, tokens, cached });
-    this._bar(slot, { kind: "wait", request, from: preempted?.at ?? came, to: step.from, steps: 0, tokens: 0 });
+    this._bar(slot, { kind: "wait", request, from: preempted?.at ?? came, to: from, steps: 0, tokens: 0 });
+    if (loaded) this._bar(slot, { kind: "arriving", request, from, to: step.from, steps: 0, tokens: loaded });
     if (cached) this._mark(slot, { kind: "cached", request, at: step.from, tokens: cached });
   }
 

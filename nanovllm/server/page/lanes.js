@@ -116,10 +116,12 @@ export class Lanes {
 }
 
 // The last request of a slot within the span, and its state at the right edge.
-export function ownerOf(history, slot, { span }) {
+export function ownerOf(history, slot, { span, isLive }) {
+  const owner = history.owners.get(slot);
+  if (isLive && history.arriving.has(owner)) return [owner, STATES.arriving];
   const bar = history.bars.get(slot)?.findLast((one) => one.kind !== "wait" && one.from <= span.to);
   const life = history.lives.get(bar?.request);
-  const isOwner = history.owners.get(slot) === bar?.request;
+  const isOwner = owner === bar?.request;
   if (bar === undefined || (bar.to < span.from && !isOwner)) return [undefined, STATES.free];
   if (life?.finish?.at <= span.to) return [bar.request, STATES.finished];
   const left = history.marks.get(slot)?.findLast((mark) => mark.kind === "preempted" && mark.at <= span.to);
@@ -132,5 +134,6 @@ function slotsSeen(history, span) {
   for (const [slot, bars] of history.bars) {
     if (bars.some((bar) => bar.to >= span.from && bar.from <= span.to && bar.kind !== "wait")) seen.add(slot);
   }
+  for (const [slot, owner] of history.owners) if (history.arriving.has(owner)) seen.add(slot);
   return [...seen].sort((one, other) => one - other);
 }

@@ -28,7 +28,9 @@ export function lifeOf(history, request) {
       continue;
     }
     closeChunks();
-    if (event.kind === "admitted") {
+    if (event.kind === "arriving") {
+      row(event.at, `${counted(event.tokens, "token")} began to arrive from a tier below the GPU`);
+    } else if (event.kind === "admitted") {
       row(event.at, `assigned slot ${event.slot}: ${counted(event.tokens, "token")}, ${short(event.cached)} from the cache`);
     } else if (event.kind === "preempted") {
       row(event.at, "preempted: its pages were needed; it resumes later");

@@ -5,7 +5,7 @@ import { visible } from "./dom.js";
 const MODES = { NONE: "eager", FULL: "full graph", PIECEWISE: "piecewise graph", PAPER: "simulated" };
 const PHASES = { prefill: "prompts", decode: "decode", mixed: "mixed", structured: "with grammars" };
 export const STATES = {
-  prompt: "prompt", decode: "decoding", preempted: "preempted", finished: "finished", free: "free",
+  arriving: "arriving", prompt: "prompt", decode: "decoding", preempted: "preempted", finished: "finished", free: "free",
 };
 
 // "NONE/decode" -> "eager". An unknown mode is shown as it is.
