@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,56 @@ def test_conversations_come_back_from_host_memory_and_from_disk(tmp_path: Path) 
     text, cached = answer(server, past["Grace"][:-1], "a")
     assert text == latest["Grace"][0] and cached >= 96
     assert server.stop() == 0
+
+
+def timed(server: Server, name: str, salt: str) -> tuple[float, int, int]:
+    """Send a prompt of 640 tokens in whole pages.
+
+    Return the seconds of an answer of one token, its cached tokens, and its size in bytes.
+    """
+    body = asked(f"{name} " * 160, temperature=0, max_tokens=1) | {"cache_salt": salt}
+    began = time.perf_counter()
+    response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    took, usage = time.perf_counter() - began, response.json()["usage"]
+    assert usage["completion_tokens"] == 1
+    return took, usage["prompt_tokens_details"]["cached_tokens"], len(response.content)
+
+
+def test_what_another_client_sent_shows_in_no_time_size_or_file(tmp_path: Path) -> None:
+    """Prompts of another salt are as slow as new ones, though their pages are on a tier.
+
+    The sender's own prompts take less time, so the measurement would show a hit.
+    """
+    settings = "cache.host_gib=0.1", "cache.pages=80", "cache.page_tokens=16"
+    disk = f"cache.disk={{path: {tmp_path}, gib: 1}}"
+    words = [word for setting in (*settings, disk) for word in ("--set", setting)]
+    names, num_files = ("11", "22", "33"), 0
+    for tier in ("host", "disk"):
+        server = start("--device", "cpu", *words)
+        seconds: dict[str, list[float]] = {"new": [], "of another": [], "own": []}
+        for name in names:
+            if tier == "host":
+                timed(server, f"a{name}", "a")
+                timed(server, f"x{name}", "a")  # takes its pages on the device
+                num_files += 2 * 40
+            sizes = set()
+            kinds = [("new", f"{tier[0]}{name}", "b"), ("of another", f"a{name}", f"b {tier}")]
+            for kind, text, salt in kinds if name in names[::2] else kinds[::-1]:
+                took, cached, size = timed(server, text, salt)
+                seconds[kind].append(took)
+                sizes.add(size)
+                num_files += 40
+                assert cached == 0
+            assert len(sizes) == 1
+            took, cached, _ = timed(server, f"a{name}", "a")
+            seconds["own"].append(took)
+            assert cached == 640
+        new, other, own = (min(times) for times in seconds.values())
+        assert 0.75 < other / new < 1.33 and own < 0.6 * new, (tier, seconds)
+        eventually(lambda n=num_files: len(page_files(tmp_path)) == n, 20)
+        assert len({path.stat().st_size for path in page_files(tmp_path)}) == 1
+        assert server.stop() == 0
+
+
+def page_files(folder: Path) -> list[Path]:
+    return [*folder.glob("pages/*/" + "?" * 64)]

@@ -213,6 +213,17 @@ def test_a_preempted_request_comes_back_from_host_memory() -> None:
         assert right(engine, i, [i] * 6, 14)
 
 
+def test_a_preempted_request_is_computed_where_loads_cost_more() -> None:
+    engine = PaperEngine(num_pages=8, num_slots=3, budget=32, host=40, host_cost=4.1)
+    engine.memory.tier.costs = TransferCosts(page_s=4.1, token_s=1.0, start_s=0.0)
+    for i in range(3):
+        engine.say(generate(i, [i] * 6, 14))
+    engine.finish_all()
+    assert engine.scheduler.stats().num_preemptions >= 2
+    assert tiers(engine)["host.declined"] > 0 == tiers(engine)["host.hit_tokens"]
+    assert all(right(engine, i, [i] * 6, 14) for i in range(3))
+
+
 def test_an_arriving_request_is_preempted_and_its_pages_are_not_given_away() -> None:
     engine = engine_of(num_pages=9, polls=30, num_slots=2)
     engine.say(generate(1, [7] * 7, 14, priority=-1))
