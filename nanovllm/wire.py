@@ -198,7 +198,8 @@ class Stats(Struct, frozen=True, kw_only=True):
     # "host.evicted" (pages), "host.failed" and "host.declined" (loads; the latter would cost more
     # than computing). Of rank 0: "host.store_bytes", "host.load_bytes", and the time of the copies
     # in seconds, "host.store_s" and "host.load_s". With a disk, also "disk.hit_tokens",
-    # "disk.stored", "disk.loaded", "disk.dropped" and "disk.failed", which mean the same.
+    # "disk.stored", "disk.loaded", "disk.dropped" and "disk.failed", which mean the same, and the
+    # gauges "disk.pages" and "disk.pages_used": files of pages in the folder, one per rank.
     # On a decode server their names begin with "peer." "loaded_tokens" is the part of cached_tokens
     # that came from these tiers; the hit_tokens also count loads after preemptions.
     tiers: dict[str, float] = {}

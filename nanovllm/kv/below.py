@@ -20,6 +20,10 @@ class Below(Protocol):
         """Return True if a page can be read. Do not wait."""
         ...
 
+    def page_counts(self) -> dict[str, float]:
+        """Return how many pages there is room for, and how many there are, for wire.Stats.tiers."""
+        ...
+
     def keys_of_parts(self, key: Key) -> list[Key]:
         """Return the keys of the parts of the state after a page. Each takes a host slot.
 

@@ -30,6 +30,9 @@ def named(found: Mapping[str, float], below: Below | None) -> dict[str, float]:
     """Return the counts with those that are still 0, under the name of the tier below."""
     names = [name for name in COUNTERS if below or not name.startswith("disk.")]
     all_counts = {**dict.fromkeys(names, 0.0), **found}
-    if below is None or not below.is_remote:
+    if below is None:
+        return all_counts
+    all_counts |= below.page_counts()
+    if not below.is_remote:
         return all_counts
     return {name.replace("disk.", "peer."): value for name, value in all_counts.items()}

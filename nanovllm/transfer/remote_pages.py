@@ -117,6 +117,10 @@ class RemotePages:
         """Return `keys_of_parts` if a ticket ends at the page."""
         return self.keys_of_parts(key) if self.holds(part_key(key, 0)) else []
 
+    def page_counts(self) -> dict[str, float]:
+        """Return nothing: the pages of other engines are not counted."""
+        return {}
+
     def keys_of_parts(self, key: Key) -> list[Key]:
         """Return the keys of the parts of the state after a page."""
         return [part_key(key, part) for part in range(self._limits.state_parts)]

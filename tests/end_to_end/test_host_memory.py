@@ -51,6 +51,7 @@ def test_conversations_come_back_from_host_memory_and_from_disk(tmp_path: Path) 
     assert local + hits == by_label(page, "vllm:prompt_tokens_cached_total")[""]
     used = by_label(page, "nanovllm:tier_pages", "tier", "state")
     assert 0 < used["host/used"] <= used["host/capacity"]
+    assert 0 < used["disk/used"] <= used["disk/capacity"]
     assert server.stop() == 0
     loaded = [re.search(r" cached=(\d+) loaded=(\d+) ", line) for line in server.lines]
     counts = [(int(found[1]), int(found[2])) for found in loaded if found]

@@ -220,6 +220,9 @@ class ArrivingTransfers(PaperTransfers):
     def holds(self, key: bytes) -> bool:
         return self.remote.holds(key)
 
+    def page_counts(self) -> dict[str, float]:
+        return {}
+
     def keys_of_parts(self, key: bytes) -> list[bytes]:
         return self.remote.keys_of_parts(key)
 

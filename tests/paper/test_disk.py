@@ -49,6 +49,9 @@ class TwoParts:
     def holds(self, key: bytes) -> bool:
         return False
 
+    def page_counts(self) -> dict[str, float]:
+        return {}
+
     def keys_of_parts(self, key: bytes) -> list[bytes]:
         return [b"0" + key, b"1" + key]
 

@@ -99,6 +99,9 @@ class PaperTransfers:
         """Part of the interface of a tier below host memory."""
         return key in self.disk
 
+    def page_counts(self) -> dict[str, float]:
+        return {}
+
     def keys_of_parts(self, key: bytes) -> list[bytes]:
         """Return the keys of two parts of the state after a page, if there are states."""
         return [b"part %d " % part + key for part in range(2)] if self.recurrent else []

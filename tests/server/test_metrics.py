@@ -178,6 +178,7 @@ def test_drafts_are_told_of_where_the_recipe_speculates() -> None:
 
 
 TIERS = {
+    "disk.pages": 90.0, "disk.pages_used": 30.0,
     "host.pages": 80.0, "host.pages_used": 20.0, "host.page_bytes": 4096.0, "arriving": 2.0,
     "host.queued": 1.0, "host.loading": 3.0, "asked_tokens": 100.0, "gpu.hit_tokens": 35.0,
     "host.hit_tokens": 15.0, "disk.hit_tokens": 10.0, "host.stored": 40.0, "host.loaded": 9.0,
@@ -202,7 +203,7 @@ def test_tiers_have_the_names_of_vllm() -> None:
     hits = by_label(found, "nanovllm:tier_hit_tokens_total", "tier")
     assert hits == {"host": 15, "disk": 10}
     pages = by_label(found, "nanovllm:tier_pages", "tier", "state")
-    assert pages == {"host/capacity": 80, "host/used": 20}
+    assert pages == {"host/capacity": 80, "host/used": 20, "disk/capacity": 90, "disk/used": 30}
     assert by_label(found, "vllm:kv_offload_cpu_cache_usage_perc") == {"": 0.25}
     events = by_label(found, "nanovllm:tier_events_total", "event")
     assert events == {"stored": 40, "loaded": 9, "dropped": 5, "evicted": 6, "failed": 1,

@@ -121,6 +121,15 @@ class DiskStore:
         self._unwanted[self.owner.name(key)] = key
         self._changed.set()
 
+    def page_counts(self) -> dict[str, float]:
+        """Return the number of the largest files that the limit allows, and of those in use.
+
+        Files of other servers, models and ranks in the folder count, since the limit does.
+        """
+        size = self.limits.file_bytes
+        used = -(-self.num_bytes // size)
+        return {"disk.pages": self.limits.cap_bytes // size, "disk.pages_used": used}
+
     def keys_of_parts(self, key: bytes) -> list[bytes]:
         """Return the keys of the parts of the state after a page. Each is stored like a page."""
         return [b"state %d " % part + key for part in range(self.limits.state_parts)]

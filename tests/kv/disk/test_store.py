@@ -117,6 +117,7 @@ def test_a_smaller_limit_applies_to_files_of_all_owners(tmp_path: Path) -> None:
         assert all(store.holds(b"new %d" % i) for i in range(5))
         assert path_of(tmp_path, b"old 4", other).exists()
         assert store.num_bytes == 6 * file_bytes(LENGTH)
+        assert store.page_counts() == {"disk.pages": 6, "disk.pages_used": 6}
 
 
 def test_files_that_are_no_pages_stay(tmp_path: Path) -> None:
@@ -192,13 +193,27 @@ def test_a_removed_page_is_a_miss_at_once_and_after_a_restart(
         assert [store.holds(key) for key in (b"a", b"b", b"kept")] == [True, False, True]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_other_ranks_read_what_rank_0_has_found(rank: int, tmp_path: Path) -> None:
+    """Rank 0's index decides. Another rank's scan may not have found its file yet."""
+    owner = PageOwner(identity=b"", dtype="", layout=b"", rank=rank)
+    with opened(tmp_path, limits(scan_s=100), owner=owner) as store:
+        put(store, b"a")
+        store._index.clear()
+        assert not store.holds(b"a")
+        assert get(store, b"a") == (payload(b"a") if rank else None)
+        assert get(store, b"b") is None and store.faults() == {}
+        store.remove(b"a")
+        assert get(store, b"a") is None
+
+
 def test_two_stores_share_a_folder(tmp_path: Path) -> None:
     own = limits(pages=4, scan_s=0.0005)
     with opened(tmp_path, own) as one, opened(tmp_path, own) as two:
         put(one, b"a", b"b")
         eventually(lambda: two.holds(b"a") and two.holds(b"b"))
         put(two, b"c", b"d")
-        eventually(lambda: one.holds(b"d"))
+        eventually(lambda: one.holds(b"c") and one.holds(b"d"))
         assert get(two, b"a") == payload(b"a")
         put(one, b"e")  # the other used `a`, so `b` is the oldest
         assert [path_of(tmp_path, k).exists() for k in (b"a", b"b", b"e")] == [True, False, True]
