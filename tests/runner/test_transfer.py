@@ -188,6 +188,29 @@ def test_two_ranks_read_and_write_their_shares_on_disk(
     assert len(warned) == (damage == "flipped") and all("a page is corrupt" in w for w in warned)
 
 
+def test_recurrent_states_of_two_ranks_come_back_from_disk(tmp_path: Path) -> None:
+    family, overrides = CASES["qwen3_next that repeats itself"]
+    make_tiny(tmp_path, family, **overrides)
+    config, disk = config_of(tmp_path), Disk(path=str(tmp_path / "kept"), gib=0.1)
+    alone = two_turns(WholeEngine(config, pages=400, slots=8, max_tokens=90))
+    sizes = dict(host_gib=30 * 4096 / 2**30, disk=disk, checkpoints=12, **SMALL)
+    for restarts in (False, True):
+        place = tmp_path / str(restarts)
+        place.mkdir()
+        with ranked(config, 2, place, **sizes) as engine:
+            assert engine.runner.disk.scanned.wait(20)
+            assert two_turns(engine).text == alone.text
+            eventually(lambda e=engine: e.loop.step() or not e.scheduler.num_moving)
+            tiers = engine.scheduler.stats().tiers
+            assert tiers["disk.failed"] == tiers["host.failed"] == 0
+            if restarts:
+                assert tiers["disk.hit_tokens"] == 4 * tiers["disk.loaded"] >= 100
+                assert engine.memory.checkpoint_events["restored"] >= 5 and engine.cached[0] > 0
+            else:
+                eventually(lambda e=engine: e.runner.disk.counters().written >= 50)
+            engine.runner.disk.close()
+
+
 def shares(folder: Path, rank: int) -> list[Path]:
     """Return the files of a rank's pages. The header names the rank."""
     found = []
