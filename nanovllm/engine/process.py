@@ -112,7 +112,7 @@ def main(
     gc.disable()  # objects built at startup are never garbage
     executor, recipe, vocab_size, layout = build(config, place)
     page_log = page_log_of(config, recipe, layout, place)
-    scheduler = scheduler_of(recipe, layout, place, executor, page_log)
+    scheduler = scheduler_of(recipe, layout, place, executor, page_log=page_log)
     grammars = grammars_of(config, recipe, vocab_size)
     gc.collect()
     gc.freeze()  # later collections skip these objects
@@ -174,6 +174,7 @@ def scheduler_of(
     layout: CacheLayout,
     place: Place,
     executor: Executor,
+    *,
     page_log: PageLog | None = None,
 ) -> Planner:
     """Return the scheduler of a resolved recipe, with one part per lane."""
