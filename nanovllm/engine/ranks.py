@@ -47,6 +47,7 @@ from nanovllm.plan import (
     mode_key,
 )
 from nanovllm.runner.build import build as build_runner
+from nanovllm.transfer.remote_pages import Announcement
 from nanovllm.wire import Generate
 
 log = logging.getLogger("engine")
@@ -62,8 +63,8 @@ class AdapterMessage(Struct, frozen=True, array_like=True):
 
 
 class PlanMessage(Struct, frozen=True, array_like=True):
-    """Message to the other ranks: the plan of the next step, masks of the last one, transfers, or a
-    change of adapters.
+    """Message to the other ranks: the plan of the next step, masks of the last one, transfers, a
+    change of adapters, or a ticket of another server's pages.
 
     There is one entry per lane, or a single one for all ranks. Masks are int32; those of a lane
     without masked rows are empty.
@@ -73,6 +74,7 @@ class PlanMessage(Struct, frozen=True, array_like=True):
     masks: Sequence[Masks] = ()
     moves: Moves | None = None
     adapters: AdapterMessage | None = None
+    ticket: Announcement | None = None
 
 
 class ResultMessage(Struct, frozen=True, array_like=True):
@@ -111,7 +113,9 @@ class RankedExecutor:
         self.steps_by_mode: Counter[str] = own.steps_by_mode if place.lanes == 1 else Counter()
         self.padded_tokens = 0
         self.disk = own.disk
-        self.lender = self.remote = None  # build refuses transfer with several ranks
+        self.lender, self.remote = own.lender, own.remote
+        if own.remote is not None:
+            own.remote.announce_by(self._send_ticket)
         self._ends = TransferEnds(place) if place.lanes == 1 and place.back else None
         self._loads: list[ExpertLoad | None] = [None] * (place.lanes - 1)
 
@@ -161,6 +165,9 @@ class RankedExecutor:
     def drop_adapters(self, numbers: Sequence[int]) -> None:
         self._send(AdapterMessage("drop", list(numbers)))
         self.own.drop_adapters(numbers)
+
+    def _send_ticket(self, ticket: Announcement) -> None:
+        self.place.send(encode(PlanMessage([], ticket=ticket)))
 
     def _send(self, message: AdapterMessage) -> None:
         self.place.send(encode(PlanMessage([], adapters=message)))
@@ -228,8 +235,8 @@ def num_masks(plan: StepPlan) -> int:
 class Follower:
     """Executor of the messages on a rank other than 0. It does not wait for the end of a step.
 
-    On a lane, a second thread waits for results and sends them to rank 0. With a disk, a second
-    thread sends the ends of transfers.
+    On a lane, a second thread waits for results and sends them to rank 0. With a disk or pages of
+    other servers, a second thread sends the ends of transfers.
     """
 
     def __init__(self, own: Executor, place: Place) -> None:
@@ -246,6 +253,10 @@ class Follower:
         received = decode_plan(message)
         if received.adapters is not None:
             self._change(received.adapters)
+            return
+        if received.ticket is not None:
+            assert self.own.remote is not None
+            self.own.remote.follow(received.ticket)
             return
         if received.moves is not None:
             if self._reporter is not None:

@@ -30,7 +30,8 @@ class Place:
     rendezvous: str  # path of a file that the ranks create when they connect
     ring: RingWriter | RingReader | None  # rank 0 writes, others read; None with one rank
     engine: int | None = None  # number of the engine, if there are several
-    # With lanes or a disk: one ring for each other rank, written by that rank and read by rank 0.
+    # With lanes, a disk or pages of other servers: one ring for each other rank, written by that
+    # rank and read by rank 0.
     back: RingWriter | list[RingReader] | None = None
     lanes: int = 1
 
@@ -102,7 +103,9 @@ def places_of(config: Config, folder: str, engine: int = 0) -> list[Place]:
         writer, readers = ring(size - 1)
         ends = [writer, *readers]
     lanes = size if config.recipe.parallel.tp == 1 else 1
-    if size > 1 and (lanes > 1 or config.recipe.cache.disk is not None):
+    transfer = config.recipe.transfer
+    has_reads = config.recipe.cache.disk is not None or (transfer and transfer.role == "decode")
+    if size > 1 and (lanes > 1 or has_reads):
         rings = [ring(1) for _ in readers]
         backs = [[end for _, (end,) in rings], *[back for back, _ in rings]]
     return [

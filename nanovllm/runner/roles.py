@@ -8,19 +8,23 @@ from functools import partial
 from threading import Event
 from typing import TypeAlias
 
-import torch
-
 from nanovllm.config import Config, ConfigError, given_transfer_secret
+from nanovllm.kv.layout import CacheLayout
 from nanovllm.model_identity import digest_of
+from nanovllm.parallel.gloo import GlooMesh
+from nanovllm.parallel.mesh import Mesh
+from nanovllm.parallel.nccl import NcclMesh
 from nanovllm.roles import TransferRole, address_of
 from nanovllm.runner.cuda_ipc import CudaReader, shared_memory
 from nanovllm.runner.disk import owner_of
+from nanovllm.runner.page_shares import PageReader, PageShares
 from nanovllm.runner.resolved import Resolved
 from nanovllm.runner.transfer import HostPages
 from nanovllm.transfer.device_pages import DeviceMemory, MemoryReader
 from nanovllm.transfer.lender import Lender
 from nanovllm.transfer.page_client import ReaderLimits
 from nanovllm.transfer.remote_pages import RemotePages
+from nanovllm.transfer.shares import OtherRank, ShareServer
 from nanovllm.transfer.tickets import ENVIRONMENT, secret_of
 
 log = logging.getLogger("transfer")
@@ -32,8 +36,10 @@ def check_role(found: Resolved) -> TransferRole | None:
     """Return the recipe's transfer section. Raise ConfigError if it cannot be served yet."""
     if (asked := found.recipe.transfer) is None:
         return None
-    if found.mesh.size > 1:
-        raise ConfigError("transfer needs parallel.tp and ep of 1; drop one of them")
+    if found.mesh.size > found.mesh.tp_size:
+        raise ConfigError("transfer needs a parallel.ep of at most tp; drop one of them")
+    if asked.backend == "cuda_ipc" and found.mesh.size > 1:
+        raise ConfigError("transfer.backend cuda_ipc needs a parallel.tp of 1; use auto or socket")
     if not found.recipe.cache.prefix:
         raise ConfigError("transfer needs cache.prefix, which is false; drop one of them")
     return asked
@@ -55,22 +61,33 @@ def remote_of(
         identity=identity,
         page_bytes=pages.page_bytes,
         state_parts=pages.state_parts,
-        memory=reader_of(asked, pages, captured),
+        share=found.mesh.tp_rank,
+        shares=found.mesh.tp_size,
+        memory=reader_of(asked, pages, captured) if found.mesh.size == 1 else None,
     )
     peers = [address_of(peer, "transfer.peers") for peer in asked.peers]
     return partial(RemotePages, peers, secret_for(asked), limits)
 
 
 def lender_of(config: Config, found: Resolved, pages: HostPages, num_pages: int) -> Lender | None:
-    """Return the lender of a prefill server; None for other servers.
+    """Return the lender of a prefill server; None for other servers and for ranks other than 0.
 
-    Raise ConfigError if its address cannot be used.
+    The latter serve their shares of pages to rank 0. Raise ConfigError if the address cannot be
+    used.
     """
     asked = check_role(found)
     if asked is None or asked.role != "prefill" or asked.listen is None:
         return None
     layout, identity = digests(config, found)
-    reader = PageReader(pages)
+    mesh = found.mesh
+    if mesh.tp_rank:
+        reader = PageReader(pages)
+        ShareServer(share_path(mesh, mesh.tp_rank), secret_for(asked), reader.page, reader.state)
+        return None
+    others = [
+        OtherRank(share_path(mesh, rank), secret_for(asked)) for rank in range(1, mesh.tp_size)
+    ]
+    shares = PageShares(pages, heads_by_tensor(found), others)
     try:
         return Lender(
             address_of(asked.listen, "transfer.listen"),
@@ -79,13 +96,20 @@ def lender_of(config: Config, found: Resolved, pages: HostPages, num_pages: int)
             identity=identity,
             page_bytes=pages.page_bytes,
             most_pages=int(num_pages * MOST_LENT),
-            page=reader.page,
-            state=reader.state,
+            page=shares.page,
+            state=shares.state,
             state_parts=pages.state_parts,
-            memory=offered_memory(asked, pages),
+            memory=offered_memory(asked, pages) if mesh.size == 1 else None,
+            num_ranks=mesh.tp_size,
         )
     except OSError as error:
         raise ConfigError(f"transfer.listen {asked.listen} cannot be used: {error}") from None
+
+
+def share_path(mesh: Mesh, rank: int) -> str:
+    """Return the path of the socket of a rank's share, next to the file where the ranks meet."""
+    assert isinstance(mesh, (GlooMesh, NcclMesh))
+    return f"{mesh.rendezvous}.pages{rank}"
 
 
 def offered_memory(asked: TransferRole, pages: HostPages) -> DeviceMemory | None:
@@ -124,30 +148,25 @@ def secret_for(asked: TransferRole) -> str:
 
 
 def digests(config: Config, found: Resolved) -> tuple[bytes, bytes]:
-    """Return the digests of the cache's layout and of the model, which both engines must share."""
+    """Return the digests of the cache's layout and of the model, which both engines must share.
+
+    Engines with other numbers of ranks may pair if a rank's pages have nothing but some of the
+    model's heads: no recurrent states, and no layers of a draft model.
+    """
     owner = owner_of(config, found)
-    return digest_of(owner.layout, found.page_tokens), digest_of(owner.identity, owner.dtype)
+    layout = owner.layout
+    if found.layout.state is None and found.drafts is None:
+        layout = digest_of(whole_layout(found))
+    return digest_of(layout, found.page_tokens), digest_of(owner.identity, owner.dtype)
 
 
-class PageReader:
-    """Reader of pages and states from the device, for threads of the page server."""
+def whole_layout(found: Resolved) -> CacheLayout:
+    """Return the layout of the model's own layers with all heads."""
+    each = found.layout.paged[0].bytes_per_element
+    return found.family.cache_layout(found.model_config, Mesh(), each)
 
-    def __init__(self, pages: HostPages) -> None:
-        self._pages = pages
 
-    @torch.inference_mode()
-    def page(self, page: int) -> memoryview:
-        """Return the bytes of a page whose content does not change any more."""
-        pages = self._pages
-        row = torch.zeros(pages.page_bytes, dtype=torch.uint8, device=pages.device)
-        for own, part in pages.parts(row, page):
-            own.copy_(part)
-        return memoryview(row.cpu().numpy().data)
-
-    @torch.inference_mode()
-    def state(self, checkpoint: int, part: int) -> memoryview:
-        """Return one part of a state that does not change any more, as long as a page."""
-        row = torch.zeros(self._pages.page_bytes, dtype=torch.uint8)
-        own = self._pages.state_part(checkpoint, part)
-        row[: len(own)].copy_(own)
-        return memoryview(row.numpy().data)
+def heads_by_tensor(found: Resolved) -> list[int]:
+    """Return the model's heads in each of the caches' tensors that have bytes."""
+    groups = whole_layout(found).paged
+    return [group.num_heads for group in groups for size in (group.k_size, group.v_size) if size]

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 LEASE_S = 30.0
@@ -34,6 +34,7 @@ class Lease:
     expires: float
     last_end: float  # no heartbeat extends the lease beyond it
     state: int = -1  # checkpoint of the state after the pages; -1: the model has none
+    done: set[int] = field(default_factory=set)  # shares that have been read
 
 
 class Leases:
@@ -106,15 +107,19 @@ class Leases:
                     lease.expires = max(lease.expires, min(until, lease.last_end))
         return ended
 
-    def finish(self, generation: int, end: End) -> Lease | None:
+    def finish(self, generation: int, end: End, share: int = 0, shares: int = 1) -> Lease | None:
         """End a lease on a message of its reader. Return it; its pages go to the pool.
 
-        Return None if it has ended already. An expired lease is left to `scan`.
+        Return None if it has ended already, or if it is done and others of its shares are not. An
+        expired lease is left to `scan`.
         """
         with self._lock:
             lease = self._held(generation)
             if lease is None:
                 self.counts["late"] += 1
+                return None
+            lease.done.add(share)
+            if end == "done" and len(lease.done) < shares:
                 return None
             self.counts[end] += 1
             return self._removed(generation)

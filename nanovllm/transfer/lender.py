@@ -38,15 +38,17 @@ class Lender:
         identity: bytes,
         page_bytes: int,
         most_pages: int,
-        page: Callable[[int], memoryview],
-        state: Callable[[int, int], memoryview] | None = None,
+        page: Callable[[int, int, int], memoryview],
+        state: Callable[[int, int, int, int], memoryview] | None = None,
         state_parts: int = 0,
         lease_s: float = LEASE_S,
         memory: DeviceMemory | None = None,
+        num_ranks: int = 1,
     ) -> None:
-        """`page` returns the bytes of a page; it is called from threads.
+        """`page` returns the bytes of a page, for a share of several; it is called from threads.
 
-        `state` returns a part of a checkpoint, which has `state_parts` of `page_bytes` each.
+        `state` returns a part of a checkpoint, which has `state_parts` of `page_bytes` each. These
+        are the sizes of each of `num_ranks` ranks.
         """
         self.engine = secrets.token_hex(16)
         self.leases = Leases(lease_s)
@@ -63,6 +65,7 @@ class Lender:
             layout=layout,
             identity=identity,
             page_bytes=page_bytes,
+            num_ranks=num_ranks,
             state_parts=state_parts,
             memory=memory,
         )

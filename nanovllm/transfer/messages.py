@@ -21,7 +21,8 @@ class EngineCard(Struct, frozen=True, tag="engine"):
     engine: str  # new at each start
     layout: bytes
     identity: bytes
-    page_bytes: int
+    page_bytes: int  # of a rank
+    num_ranks: int = 1
     state_parts: int = 0  # of page_bytes each, that a recurrent state is sent in
     memory: DeviceMemory | None = None  # that processes of the same host can open
 
@@ -32,12 +33,15 @@ class ReadPages(Struct, frozen=True, tag="read"):
     P sends each as `PageBytes`, or one `EndedLeases`. The parts of the lease's recurrent state
     follow its last page, and count as pages.
 
-    D cannot name a page of P's cache, only places in the list of the lease.
+    D cannot name a page of P's cache, only places in the list of the lease. Each of the `shares`
+    ranks of D reads the heads that it has.
     """
 
     generation: int
     first: int
     count: int
+    share: int = 0
+    shares: int = 1
 
 
 class PageBytes(Struct, frozen=True, tag="page"):
@@ -67,10 +71,15 @@ class EndedLeases(Struct, frozen=True, tag="ended"):
 
 
 class FinishLease(Struct, frozen=True, tag="finish"):
-    """Ends a lease of D. There is no answer."""
+    """Ends a lease of D: at once if it is not wanted, else once all of its `shares` are done.
+
+    There is no answer.
+    """
 
     generation: int
     end: End
+    share: int = 0
+    shares: int = 1
 
 
 ToP: TypeAlias = ReadPages | CheckLease | Heartbeat | FinishLease

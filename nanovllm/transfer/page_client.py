@@ -66,6 +66,8 @@ class ReaderLimits(Struct, frozen=True, kw_only=True):
     identity: bytes
     page_bytes: int
     state_parts: int = 0  # of a recurrent state, which follow the pages of a ticket
+    share: int = 0  # this rank's, of `shares`: the number of ranks of D and of P
+    shares: int = 1
     silence_s: float = 5.0
     heartbeat_s: float = HEARTBEAT_S
     memory: MemoryReader | None = None  # of peers on this host; None: pages come by socket
@@ -133,6 +135,12 @@ class PageClient:
             self._open[number] = peer, fetch
         if peer is None or not peer.fetches.add(fetch):
             self._results.put(number, False)
+        return number
+
+    def fail(self) -> int:
+        """Return the number of a fetch that fails, since no ticket has its pages."""
+        number = next(self._numbers)
+        self._results.put(number, False)
         return number
 
     def decline(self, ticket: Ticket) -> None:
@@ -235,7 +243,10 @@ class PeerReader:
         self._connection = SealedConnection.connect(sock, self._secret)
         self._connection.wait_at_most(self._limits.silence_s)
         card, _ = self._receive(EngineCard)
-        for name in ("identity", "layout", "page_bytes", "state_parts"):
+        names = ["identity", "layout"]
+        if card.num_ranks == self._limits.shares:  # else P cuts its pages for this rank
+            names += ["page_bytes", "state_parts"]
+        for name in names:
             if getattr(card, name) != getattr(self._limits, name):
                 raise PeerError(name, f"its {name} differs: serve the same model and recipe")
         self._is_measured = False
@@ -267,7 +278,7 @@ class PeerReader:
                 return False
             at = fetch.num_direct
         for first, count in windows(fetch.places[at:]):
-            self._connection.send(encode(ReadPages(generation, first, count)))
+            self._connection.send(self._wanted(generation, first, count))
             for place in range(first, first + count):
                 message, data = self._receive(PageBytes, EndedLeases)
                 if isinstance(message, EndedLeases):
@@ -323,8 +334,13 @@ class PeerReader:
         self._connection.send(encode(Heartbeat(self.fetches.generations())))
         self._receive(EndedLeases)
 
+    def _wanted(self, generation: int, first: int, count: int) -> bytes:
+        limits = self._limits
+        return encode(ReadPages(generation, first, count, share=limits.share, shares=limits.shares))
+
     def _finish(self, fetch: Fetch, end: End) -> None:
-        self._connection.send(encode(FinishLease(fetch.ticket.generation, end)))
+        generation, share, shares = fetch.ticket.generation, self._limits.share, self._limits.shares
+        self._connection.send(encode(FinishLease(generation, end, share, shares)))
 
     def _receive(self, *kinds: type[M]) -> tuple[M, memoryview]:
         """Return the next message and its page. Raise PeerError if it is of another kind."""

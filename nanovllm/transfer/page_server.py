@@ -38,17 +38,24 @@ from nanovllm.transfer.messages import (
 from nanovllm.transfer.sealed import PeerError, SealedConnection
 
 MAX_CONNECTIONS = 64
+MOST_SHARES = 64  # ranks of D
 IDLE_S = 30.0  # D sends a heartbeat every 5 s
 RETRY_S = 0.2  # delay after a failed accept
 log = logging.getLogger("transfer")
 
 
+def check_share(share: int, shares: int) -> None:
+    """Raise PeerError unless D may have a rank like this."""
+    if not 0 <= share < shares <= MOST_SHARES:
+        raise PeerError("protocol", f"share {share} of {shares} was wanted")
+
+
 class PageSource(NamedTuple):
     """Access of the server to the engine. The functions are called from threads of the server."""
 
-    page: Callable[[int], memoryview]  # bytes of a page, by its number
+    page: Callable[[int, int, int], memoryview]  # bytes of a page, for a share of several
     release: Callable[[Lease], None]  # a reader has finished: return the pages to the pool
-    state: Callable[[int, int], memoryview] | None = None  # bytes of a checkpoint's part
+    state: Callable[[int, int, int, int], memoryview] | None = None  # of a checkpoint's part
 
 
 class PageServer:
@@ -164,8 +171,9 @@ class PageServer:
                 connection.send(encode(LeaseAnswer(generation, held)))
             case Heartbeat(generations):
                 connection.send(encode(EndedLeases(self._leases.extend(generations))))
-            case FinishLease(generation, end):
-                lease = self._leases.finish(generation, end)
+            case FinishLease(generation, end, share, shares):
+                check_share(share, shares)
+                lease = self._leases.finish(generation, end, share, shares)
                 if lease is not None:
                     self._source.release(lease)
 
@@ -179,11 +187,16 @@ class PageServer:
         count = num_pages + (self._card.state_parts if lease.state >= 0 else 0)
         if not 0 <= first < last <= count:
             raise PeerError("protocol", f"pages {first} to {last} of {count} were wanted")
+        source, share, shares = self._source, wanted.share, wanted.shares
+        check_share(share, shares)
         for place in range(first, last):
-            if place < num_pages:
-                data = self._source.page(lease.pages[place])
-            else:
-                assert self._source.state is not None
-                data = self._source.state(lease.state, place - num_pages)
+            try:
+                if place < num_pages:
+                    data = source.page(lease.pages[place], share, shares)
+                else:
+                    assert source.state is not None
+                    data = source.state(lease.state, place - num_pages, share, shares)
+            except OSError as error:
+                raise PeerError("rank", f"a share could not be read: {error}") from None
             connection.send(encode(PageBytes(generation, place)), data)
             self.counts["pages"] += 1

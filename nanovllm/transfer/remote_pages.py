@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanovllm.transfer.device_pages import Arrivals
 from nanovllm.transfer.page_client import PageClient, ReaderLimits
@@ -31,6 +32,14 @@ from nanovllm.transfer.tickets import Ticket, TicketError, TicketKey
 
 log = logging.getLogger("transfer")
 Key = bytes
+
+
+class Announcement(NamedTuple):
+    """Message to the other ranks of D: a ticket that rank 0 uses, or without keys, its end."""
+
+    request_id: int
+    text: str = ""
+    keys: Sequence[Key] = ()  # of the pages, then of the parts of the state
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +72,8 @@ class RemotePages:
         self._offers: dict[int, Offer] = {}  # by request
         # Offers of a page, with its place in the ticket. Prompts may share their first pages.
         self._where: dict[Key, dict[Offer, int]] = {}
-        self._fetches: dict[int, Offer] = {}  # by number
+        self._fetches: dict[int, Offer | None] = {}  # by number; None: no ticket had the pages
+        self._announce: Callable[[Announcement], None] = lambda _: None
 
     def offer(self, request_id: int, text: str, key_of: Callable[[int], Key], most: int) -> None:
         """Make the pages of a ticket available. Log one warning if it cannot be used.
@@ -89,10 +99,33 @@ class RemotePages:
             return
         keys = [key_of(place) for place in range(count)]
         offer = Offer(request_id, ticket, [*keys, *self.keys_of_parts(keys[-1])])
-        self._offers[request_id] = offer
+        self._announce(Announcement(request_id, text, offer.keys))
+        self._add(offer)
+
+    def announce_by(self, send: Callable[[Announcement], None]) -> None:
+        """Call `send` with each ticket that is used, and with its end, for the other ranks."""
+        self._announce = send
+
+    def follow(self, announced: Announcement) -> None:
+        """Use a ticket on a rank other than 0, which reads its own share. Or forget it."""
+        if not announced.keys:
+            self.settle(announced.request_id)
+            return
+        try:
+            now = time.time()
+            ticket = self._key.check(
+                announced.text, self._limits.layout, self._limits.identity, now
+            )
+        except TicketError as error:
+            self._warn(announced.request_id, error.reason, str(error))
+            return
+        self._add(Offer(announced.request_id, ticket, [*announced.keys]))
+
+    def _add(self, offer: Offer) -> None:
+        self._offers[offer.request_id] = offer
         for place, key in enumerate(offer.keys):
             self._where.setdefault(key, {})[offer] = place
-        self._client.keep(ticket)
+        self._client.keep(offer.ticket)
 
     def settle(self, request_id: int) -> None:
         """Forget the ticket of a request that has started or ended.
@@ -101,6 +134,7 @@ class RemotePages:
         """
         if (offer := self._offers.pop(request_id, None)) is None:
             return
+        self._announce(Announcement(request_id))
         for key in offer.keys:
             del self._where[key][offer]
             if not self._where[key]:
@@ -135,6 +169,10 @@ class RemotePages:
         A ticket is read once. So shared pages come from the ticket with most of these pages and
         fewest others, which is usually the request's own.
         """
+        if any(key not in self._where for key, _ in pages):  # on a rank that refused the ticket
+            number = self._client.fail()
+            self._fetches[number] = None
+            return [number]
         num_wanted = Counter(offer for key, _ in pages for offer in self._where[key])
         by_offer: dict[Offer, list[tuple[int, memoryview, int]]] = {}
         for key, buffer in pages:
@@ -165,7 +203,7 @@ class RemotePages:
             offer = self._fetches.pop(number)
             if ok:
                 self.counts["read"] += 1
-            else:
+            elif offer is not None:
                 self._warn(offer.request_id, "lost", "the prefill server did not send its pages")
         return results
 

@@ -27,7 +27,7 @@ from nanovllm.kv.keys import PageKeys
 from nanovllm.plan import Copies, Moved, Moves
 from nanovllm.runner.caches import Caches, make_caches
 from nanovllm.runner.cuda_ipc import CudaReader, shared_memory
-from nanovllm.runner.roles import PageReader
+from nanovllm.runner.page_shares import PageShares
 from nanovllm.runner.transfer import HostPages, Mover
 from nanovllm.transfer.lender import Lender
 from nanovllm.transfer.page_client import ReaderLimits
@@ -82,7 +82,7 @@ def prefill(pipe: Connection, index: int) -> None:
     pages = HostPages(filled(torch.device("cuda", index)), 0)
     lender = Lender(
         ("127.0.0.1", 0), SECRET, layout=b"l", identity=b"m", page_bytes=pages.page_bytes,
-        most_pages=OF_P, page=PageReader(pages).page, memory=shared_memory(pages.tensors),
+        most_pages=OF_P, page=PageShares(pages, [2, 2]).page, memory=shared_memory(pages.tensors),
     )  # fmt: skip
     pipe.send(lender.server.address)
     with suppress(EOFError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from nanovllm.roles import Role
 from nanovllm.runner.resolved import resolved
 from nanovllm.runner.roles import check_role
 from nanovllm.transfer.leases import Lease
+from nanovllm.transfer.lender import Lender
 from nanovllm.wire import Generate
+from tests.engine.test_ranks import ranked
 from tests.kv.disk.stores import eventually
 from tests.models.test_mtp import make_mtp
 from tests.models.tiny import CASES, config_of, make_tiny
@@ -106,6 +109,86 @@ def check_texts(config: Config, sizes: dict[str, Any], num_prefill: int = 1) -> 
 
 def test_what_cannot_be_transferred_yet_is_one_line() -> None:
     asked = ["device=cpu", "load.format=dummy", "transfer.listen=127.0.0.1:0"]
-    two = load_config(None, [*asked, "parallel.tp=2"], {"transfer.role": "prefill"})
-    with pytest.raises(ConfigError, match=r"^transfer needs parallel.tp and ep of 1; drop one"):
-        check_role(resolved(two, first_rank(two.recipe.parallel)))
+    for more, line in (
+        (["parallel.tp=2", "transfer.backend=cuda_ipc"], "transfer.backend cuda_ipc needs a para"),
+        (["cache.prefix=false"], "transfer needs cache.prefix, which is false; drop one of them"),
+    ):
+        config = load_config(None, [*asked, *more], {"transfer.role": "prefill"})
+        with pytest.raises(ConfigError, match=f"^{line}"):
+            check_role(resolved(config, first_rank(config.recipe.parallel)))
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes", "ranks"),
+    [
+        ("qwen3 gqa 8", dict(), (2, 2)),
+        ("qwen3 gqa 8", dict(cache_dtype="fp8"), (1, 2)),
+        ("qwen3 gqa 8", dict(), (4, 1)),  # two ranks have a copy of each key/value head
+        ("deepseek_v3 tied", dict(), (2, 1)),
+        ("qwen3_next", dict(checkpoints=8), (2, 2)),
+    ],
+)
+def test_ranks_read_their_shares_from_any_number_of_ranks(
+    case: str, sizes: dict[str, Any], ranks: tuple[int, int], tmp_path: Path
+) -> None:
+    """The last prompt's pages of P's last rank cannot be read, so its whole prompt is computed."""
+    family, overrides = CASES[case]
+    model, *folders = [tmp_path / name for name in "mpd"]
+    for folder in (model, *folders):
+        folder.mkdir()
+    if "gqa" in case:
+        overrides = overrides | {"num_key_value_heads": 2}
+    make_tiny(model, family, **overrides)
+    config = config_of(model)
+    sizes = dict(pages=64, slots=4, step_tokens=24, max_tokens=90) | sizes
+    alone = WholeEngine(config, **sizes)
+    asked = with_role(config, "prefill", "127.0.0.1:0")
+    with engine_of(asked, ranks[0], folders[0], **sizes) as p:
+        lender, ended = p.runner.lender, list[Lease]()
+        assert lender is not None
+        lender.call_when_ended(ended.append)
+        asked = with_role(config, "decode", "{}:{}".format(*lender.server.address))
+        with engine_of(asked, ranks[1], folders[1], host_gib=0.01, **sizes) as d:
+            remote = d.runner.remote
+            assert remote is not None
+            tickets = Tickets(remote, 4)
+            eventually(lambda: remote._client.reads_from(lender.engine))
+            prompts = [prompt for prompt in prompts_of(6) if len(prompt) > 12]
+            for i, prompt in enumerate(prompts):
+                is_broken = i == len(prompts) - 1 and ranks[0] == 2
+                alone.submit(i, prompt, 10)
+                alone.run()
+                p.loop.handle(spec_of(i, prompt, 1, lends=True))
+                p.run()
+                if is_broken:
+                    break_share(lender)
+                params = json.loads(p.handovers[i])
+                spec = spec_of(i, prompt, 10, ticket=params["nanovllm_ticket"])
+                tickets.offer(spec, b"")
+                d.loop.handle(spec)
+                d.run()
+                remote.settle(i)
+                if is_broken and case != "deepseek_v3 tied":
+                    assert d.cached[i] == 0
+                    continue
+                assert d.cached[i] == params["remote_num_tokens"]
+                eventually(lambda count=i + 1: len(ended) == count)
+                p.scheduler.take_back(ended[i].pages, ended[i].state)
+            assert d.text == alone.text and len(prompts) >= 4
+            remote.close()
+        lender.close()
+
+
+def engine_of(config: Config, ranks: int, folder: Path, **sizes: Any) -> Any:
+    """Return a context with an engine of one rank or of several."""
+    if ranks == 1:
+        return nullcontext(WholeEngine(config, **sizes))
+    return ranked(config, ranks, folder, **sizes)
+
+
+def break_share(lender: Lender) -> None:
+    """Let reads of rank 1's pages fail. Latents are the same on all ranks, and read from rank 0."""
+    (share,) = lender.server._source.page.__self__.others
+    share._path += ".gone"
+    if share._connection is not None:
+        share._connection.close()

@@ -38,6 +38,18 @@ def test_done_and_not_wanted_return_the_pages_once(clock: Clock) -> None:
     assert leases.next_scan() is None and leases.scan() == []
 
 
+def test_a_lease_of_shares_ends_once_all_are_done_or_one_is_not_wanted(clock: Clock) -> None:
+    leases = Leases(clock=clock)
+    first, second = leases.grant("a", [1]), leases.grant("b", [2])
+    assert leases.finish(first, "done", 1, 2) is None
+    assert leases.finish(first, "done", 1, 2) is None and leases.is_held(first)
+    ended = leases.finish(first, "done", 0, 2)
+    assert ended is not None and ended.pages == (1,)
+    ended = leases.finish(second, "not wanted", 1, 2)
+    assert ended is not None and ended.pages == (2,) and len(leases) == 0
+    assert leases.counts == {"granted": 2, "done": 1, "not wanted": 1}
+
+
 def test_a_generation_is_never_used_again(clock: Clock) -> None:
     leases = Leases(clock=clock)
     old = leases.grant("a", [1])

@@ -59,7 +59,7 @@ class PrefillEngine:
             silence_s=0.5, **changed,  # type: ignore[arg-type]
         )  # fmt: skip
 
-    def page(self, number: int) -> memoryview:
+    def page(self, number: int, share: int = 0, shares: int = 1) -> memoryview:
         self.going.wait(30)
         return memoryview(self.pool[number])
 
@@ -155,7 +155,7 @@ def test_a_lease_that_ends_during_the_read(p: PrefillEngine) -> None:
         ticket = p.ticket(1, 2, 3)
         real = p.page
 
-        def page(number: int) -> memoryview:
+        def page(number: int, share: int, shares: int) -> memoryview:
             if number == 3:
                 p.now += 1000
                 p.released += p.leases.scan()
@@ -175,7 +175,9 @@ def test_heartbeats_keep_queued_leases(p: PrefillEngine) -> None:
         first, second = p.ticket(*range(12)), p.ticket(1)
         real = p.page
 
-        def page(number: int) -> memoryview:  # slow: 12 pages take 36 s of P's clock
+        def page(
+            number: int, share: int, shares: int
+        ) -> memoryview:  # slow: 12 pages take 36 s of P's clock
             p.now += 3
             time.sleep(0.03)
             return real(number)
@@ -256,7 +258,7 @@ PROCESS = """
 import sys, time
 from tests.transfer.test_page_client import PrefillEngine
 p = PrefillEngine()
-p.page = lambda number: time.sleep(0.02) or memoryview(p.pool[number % 20])
+p.page = lambda number, *share: time.sleep(0.02) or memoryview(p.pool[number % 20])
 p.server._source = p.server._source._replace(page=p.page)
 p.ticket(*range(500)), p.ticket(1)
 print(p.server.address[1], flush=True)

@@ -42,7 +42,7 @@ class Pair:
         self.ended: list[Lease] = []
         self.p = Lender(
             ("127.0.0.1", 0), SECRET, layout=b"l", identity=b"m", page_bytes=PAGE_BYTES,
-            most_pages=8, page=lambda page: memoryview(content(page)), lease_s=lease_s,
+            most_pages=8, page=lambda page, *share: memoryview(content(page)), lease_s=lease_s,
         )  # fmt: skip
         self.p.call_when_ended(self.ended.append)
         own = msgspec.structs.replace(LIMITS, **limits)

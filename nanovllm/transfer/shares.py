@@ -1,0 +1,107 @@
+"""Pages of P's other ranks. Each rank has its share of a page, and rank 0 alone listens for D.
+
+Rank 0 reads the share of another rank through a socket in a private folder of this host. Its
+threads do this when D requests the share, so no step waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from hashlib import sha256
+from multiprocessing.connection import Client, Connection, Listener
+
+WANTED = struct.Struct("<qq")  # number of a page or checkpoint; part of the latter, or NO_PART
+NO_PART = -1
+RETRY_S, CONNECT_S = 0.05, 10.0  # the other rank listens before rank 0 serves, unless it has ended
+log = logging.getLogger("transfer")
+
+
+class ShareServer:
+    """Server of this rank's share, for rank 0. `page` and `state` are those of PageSource."""
+
+    def __init__(
+        self,
+        path: str,
+        secret: str,
+        page: Callable[[int], memoryview],
+        state: Callable[[int, int], memoryview],
+    ) -> None:
+        self._page, self._state, self._is_closed = page, state, False
+        self._listener = Listener(path, "AF_UNIX", authkey=key_of(secret))
+        os.chmod(path, 0o600)
+        threading.Thread(target=self._accept_all, name="transfer-share", daemon=True).start()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._listener.close()
+
+    def _accept_all(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except Exception as error:
+                if self._is_closed:
+                    return
+                log.warning("a connection for this rank's pages failed: %s", error)
+                time.sleep(RETRY_S)
+                continue
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        with connection, suppress(EOFError, OSError):
+            while True:
+                number, part = WANTED.unpack(connection.recv_bytes(WANTED.size))
+                data = self._page(number) if part == NO_PART else self._state(number, part)
+                connection.send_bytes(data)
+
+
+class OtherRank:
+    """Another rank's share of pages, on rank 0. Methods may be called from any thread."""
+
+    def __init__(self, path: str, secret: str) -> None:
+        self._path, self._key = path, key_of(secret)
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+
+    def page(self, page: int) -> memoryview:
+        """Return the bytes of a page. Raise OSError if the rank has ended."""
+        return self._read(page, NO_PART)
+
+    def state(self, checkpoint: int, part: int) -> memoryview:
+        """Return the bytes of a checkpoint's part, likewise."""
+        return self._read(checkpoint, part)
+
+    def _read(self, number: int, part: int) -> memoryview:
+        with self._lock:
+            if self._connection is None:
+                self._connection = connected(self._path, self._key)
+            try:
+                self._connection.send_bytes(WANTED.pack(number, part))
+                return memoryview(self._connection.recv_bytes())
+            except (EOFError, OSError) as error:
+                self._connection.close()
+                self._connection = None
+                raise OSError(f"the rank of {self._path} has ended: {error!r}") from error
+
+
+def connected(path: str, key: bytes) -> Connection:
+    """Return a connection. Raise OSError after CONNECT_S."""
+    end = time.monotonic() + CONNECT_S
+    while True:
+        try:
+            return Client(path, "AF_UNIX", authkey=key)
+        except (FileNotFoundError, ConnectionRefusedError):
+            if time.monotonic() > end:
+                raise
+        time.sleep(RETRY_S)
+
+
+def key_of(secret: str) -> bytes:
+    """Return the key of connections between the ranks of one engine."""
+    return sha256(b"nanovllm transfer share 1\0" + secret.encode()).digest()
