@@ -126,3 +126,18 @@ def test_an_fp8_cache_gives_the_same_bits_in_any_batch(tmp_path: Path) -> None:
     assert found_by(config, requests[:1], cache_dtype="fp8")[0] == together[:1]
     assert found_by(config, requests, cache_dtype="fp8", step_tokens=80)[0] == together
     assert found_by(config, requests)[0] != together  # a cache of 16 bits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next"])
+def test_fp8_weights_give_the_same_bits_in_any_batch(family: str, tmp_path: Path) -> None:
+    """Products of few rows and of many have other kernels, which must add in one order."""
+    config, requests = made(family, tmp_path, quantize="fp8"), prompts()
+    together, _ = found_by(config, requests)
+    assert found_by(config, requests[:1])[0] == together[:1]
+    assert found_by(config, requests, step_tokens=80)[0] == together
+    engine = WholeEngine(
+        replace(config, recipe=replace(config.recipe, kernels=Kernels(invariant=True))),
+        pages=3000, page_tokens=16, slots=64, step_tokens=4096, max_tokens=512, prefix=False,
+    )  # fmt: skip
+    check_prefills(engine, requests[:3], together[:3])
