@@ -282,6 +282,7 @@ class Own:
         self.padded_tokens = self.gap_s = self.busy_s = 0
         self.steps_by_mode: Counter[str] = Counter()
         self.vet = self.expert_load = None
+        self.disk = self.lender = self.remote = None
         self.noted: list[Any] = []
 
     def launch(self, plan: StepPlan) -> Own:
