@@ -177,7 +177,7 @@ def test_bars_of_running_requests_reach_the_right_edge(driver, idle) -> None:
 
 
 def test_colours_have_one_meaning(driver, idle) -> None:
-    legend = {"wait", "prompt", "decode", "cached", "preempted", "finished"}
+    legend = {"wait", "arriving", "prompt", "decode", "cached", "preempted", "finished"}
     page = Page(driver, idle.url, "#watch")
     keys = page.each(".timeline .band:first-child .legend li", "one.className.slice(2)")
     assert set(keys) == legend
