@@ -114,5 +114,11 @@ class Served:
         )
 
     def adapter_of(self, request: ChatRequest) -> str:
-        """Return the name of the adapter that a request names, or an empty string."""
-        return request.model if request.model in self.adapters else ""
+        """Return the name of the adapter that a request names, or an empty string.
+
+        It may have been unloaded since the name was checked. Then the engine refuses the request.
+        """
+        model = request.model
+        if model is None or model in self.names or model in self.paths:
+            return ""
+        return model
