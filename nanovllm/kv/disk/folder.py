@@ -36,6 +36,7 @@ MAX_STAMP = 2**62  # nanoseconds, the year 2116; later times are those of a cloc
 PROBE = "0" * 64  # name of the page that `probe` writes; it is never renamed to it
 OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 O_DIRECT = getattr(os, "O_DIRECT", 0)  # absent on other systems than Linux
+MOST_PARTS = 9  # `.part` files of one page that are created, if others are removed at once
 NO_LOCKS = {errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
 # Errors of a folder that may pass. All others at the start are an error in the recipe.
 PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}
@@ -242,20 +243,34 @@ def _stamp_of(file: os.stat_result) -> int:
 @contextmanager
 def _part(shard: int, name: str, flags: int) -> Iterator[tuple[int, str]]:
     """Create a locked `.part` file. Yield its descriptor and name; remove it unless renamed."""
-    part = f"{name}.{os.urandom(8).hex()}.part"
-    made = os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN
-    fd = os.open(part, made | flags, 0o600, dir_fd=shard)
+    fd, part = _locked_part(shard, name, flags)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
         yield fd, part
     finally:
         with suppress(OSError):  # usually renamed
             os.unlink(part, dir_fd=shard)
         os.close(fd)
+
+
+def _locked_part(shard: int, name: str, flags: int) -> tuple[int, str]:
+    """Create and lock a `.part` file. Return its descriptor and name.
+
+    Another server may remove the file before it is locked. Then create another one.
+    """
+    made = os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN
+    for left in reversed(range(MOST_PARTS)):
+        part = f"{name}.{os.urandom(8).hex()}.part"
+        fd = os.open(part, made | flags, 0o600, dir_fd=shard)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                os.close(fd)
+                raise
+        if os.fstat(fd).st_nlink or not left:
+            break
+        os.close(fd)
+    return fd, part
 
 
 def _remove_unlocked(shard: int, part: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import shutil
@@ -19,6 +20,7 @@ from random import Random
 
 import pytest
 
+from nanovllm.kv.disk.folder import PageFolder
 from nanovllm.kv.disk.format import BLOCK, file_bytes
 from tests.kv.disk.stores import (
     LENGTH,
@@ -350,6 +352,29 @@ def test_a_file_being_written_is_not_a_leftover(
             eventually(lambda: one.holds(b"a"))
             eventually(lambda: two.holds(b"a"))
             assert get(two, b"a") == payload(b"a")
+
+
+def test_a_scan_between_the_creation_and_the_lock_of_a_file_stops_no_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The scan of another server takes the file for that of a crashed one, and removes it."""
+    real, other, num_scans = fcntl.flock, PageFolder(tmp_path), 0
+    other.open()
+
+    def flock(fd: int, operation: int) -> None:
+        nonlocal num_scans
+        if operation == fcntl.LOCK_EX and num_scans < 2:
+            num_scans += 1
+            other.scan(int(path_of(tmp_path, b"a").parent.name, 16))
+        real(fd, operation)
+
+    with opened(tmp_path, limits(scan_s=100)) as store:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        put(store, b"a")
+        assert num_scans == 2 and get(store, b"a") == payload(b"a")
+        assert files(tmp_path) == {path_of(tmp_path, b"a")}
+    assert warnings(caplog) == []
+    other.close()
 
 
 def test_no_limit_is_passed_with_many_writers(tmp_path: Path) -> None:
