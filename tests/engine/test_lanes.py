@@ -67,7 +67,7 @@ class Counting:
     """Executor with a given number of padded tokens. It is also its steps' handle."""
 
     gap_s = busy_s = 0.0
-    vet = None
+    vet = disk = lender = remote = None
 
     def __init__(self, padded: int) -> None:
         self.padded_tokens = padded
