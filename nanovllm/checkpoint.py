@@ -183,10 +183,10 @@ def head_of(path: Path, count: int) -> bytes:
 def base_of(folder: Path) -> str | None:
     """Return the base model in an adapter's config, or None."""
     try:
-        found = msgspec.json.decode((folder / ADAPTER).read_bytes(), type=Adapter)
+        adapter = msgspec.json.decode((folder / ADAPTER).read_bytes(), type=Adapter)
     except (*NOT_JSON, OSError):
         return None
-    return found.base_model_name_or_path
+    return adapter.base_model_name_or_path
 
 
 def weight_files(folder: Path) -> tuple[Path, list[Path]]:
@@ -209,12 +209,12 @@ def weight_files(folder: Path) -> tuple[Path, list[Path]]:
     single = folder / SINGLE
     if single.is_file():
         return single, [single]
-    found = sorted(path for path in folder.glob("*.safetensors") if is_weights(path.name))
-    if not found:
+    files = sorted(path for path in folder.glob("*.safetensors") if is_weights(path.name))
+    if not files:
         raise ConfigError(
             f"{folder} has no *.safetensors; --load-format dummy runs without weights"
         )
-    return folder, found
+    return folder, files
 
 
 def check_named(folder: Path, index: Path, name: str) -> None:

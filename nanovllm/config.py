@@ -261,8 +261,8 @@ def read_recipe(
         put(raw, MODEL_KEYS.get(path, path), value)
     recipe = converted(raw, Recipe)
     _check_ranges(recipe)
-    given = recipe.server.api_key
-    api_key = given_api_key() if given is None else usable_key(given, "server.api_key (--api-key)")
+    stated, where = recipe.server.api_key, "server.api_key (--api-key)"
+    api_key = given_api_key() if stated is None else usable_key(stated, where)
     server = structs.replace(recipe.server, api_key=api_key)
     recipe = structs.replace(recipe, server=server, kernels=without_eager(recipe.kernels))
     return Checked(recipe, source, base, changed)
@@ -367,23 +367,23 @@ def without_eager(kernels: Kernels) -> Kernels:
     return structs.replace(kernels, **chosen, cuda_graphs=False)
 
 
-def resolve_context(asked: int | Auto, model_tokens: int, cache_tokens: int, cure: str) -> int:
+def resolve_context(wanted: int | Auto, model_tokens: int, cache_tokens: int, cure: str) -> int:
     """Return `server.max_model_tokens` as a number within the model's context and the cache.
 
     Raise ConfigError if the given value exceeds one of them. `cure` is the remedy for the cache.
     """
-    if asked == "auto":
+    if wanted == "auto":
         return min(model_tokens, MOST_TOKENS, cache_tokens)
-    if asked > model_tokens:
+    if wanted > model_tokens:
         raise ConfigError(
-            f"server.max_model_tokens is {asked}; the model's context is {model_tokens} tokens"
+            f"server.max_model_tokens is {wanted}; the model's context is {model_tokens} tokens"
         )
-    if asked > cache_tokens:
+    if wanted > cache_tokens:
         raise ConfigError(
-            f"server.max_model_tokens is {asked}, but the cache holds {cache_tokens} tokens "
+            f"server.max_model_tokens is {wanted}, but the cache holds {cache_tokens} tokens "
             f"({cure}, or --set server.max_model_tokens={cache_tokens})"
         )
-    return asked
+    return wanted
 
 
 def locate(checked: Checked, check: Check | None = None) -> Config:
@@ -422,8 +422,8 @@ def locate(checked: Checked, check: Check | None = None) -> Config:
     )
     if recipe.adapters is None:
         return config
-    taken = {*config.model_names, *config.model_paths}
-    adapters = located(recipe.adapters, checked.base, taken, is_dummy_model=dummy)
+    other_names = {*config.model_names, *config.model_paths}
+    adapters = located(recipe.adapters, checked.base, other_names, is_dummy_model=dummy)
     check_runtime(adapters, recipe.server.api_key, recipe.server.workers)
     return structs.replace(config, recipe=structs.replace(recipe, adapters=adapters))
 

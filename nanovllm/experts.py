@@ -57,9 +57,9 @@ class ExpertLoad(Struct, frozen=True):
         return encode_lines(map(PlacedLayer, self.layers, self._by_layer(self.tokens)))
 
     def _by_layer(self, counts: bytes) -> list[list[int]]:
-        found = memoryview(counts).cast("q").tolist()
-        each = len(found) // len(self.layers)
-        return [found[at : at + each] for at in range(0, len(found), each)]
+        flat = memoryview(counts).cast("q").tolist()
+        each = len(flat) // len(self.layers)
+        return [flat[at : at + each] for at in range(0, len(flat), each)]
 
 
 class Spread:
@@ -71,8 +71,8 @@ class Spread:
         try:
             lines = decode_lines(Path(path).read_bytes())
         except (*NOT_JSON, OSError) as error:
-            said = getattr(error, "strerror", error)
-            raise ConfigError(f"experts.placement: {path}: {said}") from None
+            reason = getattr(error, "strerror", error)
+            raise ConfigError(f"experts.placement: {path}: {reason}") from None
         self.by_layer = {line.layer: line.ranks for line in lines}
 
     def ranks(self, layer: int, num_experts: int, num_ranks: int) -> ExpertsByRank:
@@ -105,8 +105,8 @@ def write_placement(lines: bytes, path: Path, num_ranks: int, more: int) -> None
     layers = [*map(PlacedLayer, counts, counts.values())]
     if not layers or len(layers[0].tokens) % num_ranks:
         unseen = "no experts, or does not report them because server.page is off"
-        told = f"{len(layers[0].tokens)} experts over {num_ranks} ranks" if layers else unseen
-        raise ConfigError(f"--expert-load {path}: the engine has {told}")
+        summary = f"{len(layers[0].tokens)} experts over {num_ranks} ranks" if layers else unseen
+        raise ConfigError(f"--expert-load {path}: the engine has {summary}")
     done = (replace(one, ranks=placed(one.tokens, num_ranks, more)) for one in layers)
     try:
         path.write_bytes(encode_lines(done))

@@ -74,10 +74,10 @@ class Member:
         if self._ranks is not None:
             return self._ranks.lost()
         assert self._starting is not None
-        for process, said in self._starting.outcomes():
-            if said != "ready":
-                process.join(0.0 if said else 1.0)
-                return said or ending(process)
+        for process, message in self._starting.outcomes():
+            if message != "ready":
+                process.join(0.0 if message else 1.0)
+                return message or ending(process)
         if not self._starting.waiting:
             self._ranks = WatchedRanks(self.children, self._alone_s)
             self._ready_at = time.monotonic()

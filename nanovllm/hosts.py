@@ -27,18 +27,18 @@ def host_of(authority: str) -> str | None:
 
     The brackets of an IPv6 address and the trailing dot of a name are removed.
     """
-    found = AUTHORITY.fullmatch(authority)
-    return None if found is None else _bare(found[1])
+    match = AUTHORITY.fullmatch(authority)
+    return None if match is None else _bare(match[1])
 
 
 def origin_of(text: str) -> str | None:
     """Return an origin as browsers write it, without a default port; None for other text."""
     if text == OPAQUE:
         return text
-    found = ORIGIN.fullmatch(text)
-    if found is None:
+    match = ORIGIN.fullmatch(text)
+    if match is None:
         return None
-    scheme, host, port = found[1].lower(), (found[2] or "").lower(), found[3]
+    scheme, host, port = match[1].lower(), (match[2] or "").lower(), match[3]
     has_port = port is not None and port != OWN_PORTS.get(scheme)
     return f"{scheme}://{host}:{port}" if has_port else f"{scheme}://{host}"
 
@@ -62,12 +62,12 @@ def is_loopback(host: str) -> bool:
 
 def is_loopback_origin(origin: str) -> bool:
     """Return True for an origin, as `origin_of` returns it, of a page served by this machine."""
-    found = ORIGIN.fullmatch(origin)
+    match = ORIGIN.fullmatch(origin)
     return (
-        found is not None
-        and found[1] in OWN_PORTS
-        and found[2] is not None
-        and is_loopback(_bare(found[2]))
+        match is not None
+        and match[1] in OWN_PORTS
+        and match[2] is not None
+        and is_loopback(_bare(match[2]))
     )
 
 

@@ -112,11 +112,11 @@ def reach(url: str) -> None:
 
 def offline(model: str, error: Exception, known: Collection[str]) -> Path:
     """Return the cached folder of a model that the Hub failed to return, if it has weights."""
-    found = cached(model)
-    if found is None or not any(is_weights(path.name) for path in found.iterdir()):
+    folder = cached(model)
+    if folder is None or not any(is_weights(path.name) for path in folder.iterdir()):
         raise failed(model, error, known) from None
     log.warning("no answer from the Hub for %s; serving the files of its cache", model)
-    return found
+    return folder
 
 
 def one_file(model: str, name: str) -> Path:
@@ -129,8 +129,8 @@ def check_space(model: str, names: dict[str, int]) -> None:
     """Raise ConfigError if the disk of the cache has no room for the missing files."""
     from huggingface_hub import constants, try_to_load_from_cache
 
-    wanted = [name for name in names if name.endswith(tuple(one[1:] for one in WANTED))]
-    missing = [n for n in wanted if not isinstance(try_to_load_from_cache(model, n), str)]
+    files = [name for name in names if name.endswith(tuple(one[1:] for one in WANTED))]
+    missing = [n for n in files if not isinstance(try_to_load_from_cache(model, n), str)]
     place = Path(constants.HF_HUB_CACHE)
     while not place.exists():
         place = place.parent

@@ -60,10 +60,10 @@ def check_events(events: KvEvents | None, *, prefix: bool, num_engines: int) -> 
 
 def _port(address: str, key: str, num_engines: int) -> int:
     """Return the port of an address for the first engine. Raise ConfigError if it is invalid."""
-    found = TCP.fullmatch(address)
-    if found is None or not 0 < int(found[2]) <= 65536 - num_engines:
+    match = TCP.fullmatch(address)
+    if match is None or not 0 < int(match[2]) <= 65536 - num_engines:
         raise ConfigError(f"kv_events.{key} is {address!r}; write tcp://HOST:PORT, or tcp://*:PORT")
-    return int(found[2])
+    return int(match[2])
 
 
 def address_of(address: str, engine: int) -> str:

@@ -73,16 +73,16 @@ def engine_processes(config: Config) -> Iterator[tuple[list[str], Fleet]]:
         raise ConfigError(
             f"cannot create a folder for the engine's socket (TMPDIR): {error}"
         ) from None
-    asked = config.recipe.parallel
-    paths = [os.path.join(folder, f"{at}.sock") for at in range(asked.dp)]
+    parallel = config.recipe.parallel
+    paths = [os.path.join(folder, f"{at}.sock") for at in range(parallel.dp)]
     try:
         if len(os.fsencode(last := paths[-1])) > MOST_SOCKET_PATH:
             raise ConfigError(f"{last} is too long for the engine's socket; set another TMPDIR")
-        given = without_api_key(config)
+        public = without_api_key(config)
         starts = [
-            partial(start_engine, with_role(given, at), at, path) for at, path in enumerate(paths)
+            partial(start_engine, with_role(public, at), at, path) for at, path in enumerate(paths)
         ]
-        fleet = Fleet(starts, asked.restarts, alone_s=config.recipe.server.stall_s)
+        fleet = Fleet(starts, parallel.restarts, alone_s=config.recipe.server.stall_s)
         try:
             start(fleet)
             yield paths, fleet
@@ -280,13 +280,13 @@ def drained(fleet: Fleet, workers: Sequence[BaseProcess], limit_s: float) -> int
 
     Engines end after their last API process. Processes lost before the call are ignored.
     """
-    asked = [one for one in (*fleet.processes, *workers) if one.exitcode is None]
+    running = [one for one in (*fleet.processes, *workers) if one.exitcode is None]
     stop(workers, limit_s, fleet)
     for _, word in fleet.children:
         with contextlib.suppress(OSError):
             word.send(LEAVE)
     stop(fleet.processes, LAST_WORDS_S, fleet)
-    if wrong := [one.name for one in asked if one.exitcode not in (0, -signal.SIGTERM)]:
+    if wrong := [one.name for one in running if one.exitcode not in (0, -signal.SIGTERM)]:
         log.error("%s failed to shut down cleanly", ", ".join(wrong))
     return EXIT_CRASH if wrong else 0
 
@@ -314,12 +314,12 @@ def wait_ready(children: Sequence[Child], stopped: threading.Event | None = None
         wait([word for _, word in starting.waiting], 0.1)
         if stopped is not None and stopped.is_set():
             raise Stopped
-        for process, said in sorted(starting.outcomes(), key=lambda one: one[1] is None):
-            if said is None:
+        for process, message in sorted(starting.outcomes(), key=lambda one: one[1] is None):
+            if message is None:
                 process.join()
                 raise EngineDied(ending(process))
-            if said != "ready":
-                raise ConfigError(said)  # even if the child cannot end
+            if message != "ready":
+                raise ConfigError(message)  # even if the child cannot end
         if starting.waiting and (trouble := starting.trouble()):
             raise EngineDied(trouble)
 

@@ -52,7 +52,7 @@ class JsonLine(logging.Formatter):
     """`{"time": "2026-11-21T12:00:00.123+00:00", "level": "info", ..., "id": ...}`, in UTC."""
 
     def format(self, record: logging.LogRecord) -> str:
-        found: dict[str, object] = {
+        line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -60,10 +60,10 @@ class JsonLine(logging.Formatter):
         }
         for argument in record.args if isinstance(record.args, tuple) else ():
             if isinstance(argument, LogFields):
-                found = {**found, **argument.values, **found}
+                line = {**line, **argument.values, **line}
         if record.exc_info:
-            found["exception"] = self.formatException(record.exc_info)
-        return json.dumps(found, default=str)
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
 
 
 FORMATS: dict[str, type[logging.Formatter]] = {"text": TextLine, "json": JsonLine}
@@ -89,8 +89,8 @@ class QueuedLines(logging.Handler):
                 return
             dropped, self._dropped = self._dropped, 0
         if dropped:
-            said = f"{dropped} lines of this log are missing here: stdout did not accept them"
-            self._put(logging.LogRecord("log", logging.WARNING, "", 0, said, None, None))
+            warning = f"{dropped} lines of this log are missing here: stdout did not accept them"
+            self._put(logging.LogRecord("log", logging.WARNING, "", 0, warning, None, None))
         self._put(record)
 
     def _put(self, record: logging.LogRecord) -> None:
@@ -154,8 +154,8 @@ class Progress:
             self._due = now + self.EVERY_S
             done, total = self._shown(self._done), self._shown(self._total)
             share = self._done / self._total
-            said = f"{done} of {total} {self._unit}"
-            self._log.info("%s: %s, %.0f %%", self._what, said, 100 * share)
+            state = f"{done} of {total} {self._unit}"
+            self._log.info("%s: %s, %.0f %%", self._what, state, 100 * share)
 
     def finish(self) -> None:
         self._log.info("%s: done in %.1f s", self._what, time.monotonic() - self._began)

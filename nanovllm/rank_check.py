@@ -23,15 +23,17 @@ def check_ranks(config: Config) -> None:
     recipe = config.recipe
     if recipe.engine != "model":
         return
-    asked, num_gpus = recipe.parallel, visible_gpus()
+    parallel, num_gpus = recipe.parallel, visible_gpus()
     if recipe.device != "cpu" and num_gpus:
-        check_gpus(asked, num_gpus)
-    if num_ranks(asked) > 1 and not divides(read_fields(config.config_path), asked.tp, asked.ep):
+        check_gpus(parallel, num_gpus)
+    if num_ranks(parallel) > 1 and not divides(
+        read_fields(config.config_path), parallel.tp, parallel.ep
+    ):
         from nanovllm.models.config import read_model_config
         from nanovllm.parallel.cut import check_cut
         from nanovllm.parallel.mesh import first_rank
 
-        check_cut(first_rank(asked), read_model_config(config)[1])
+        check_cut(first_rank(parallel), read_model_config(config)[1])
 
 
 def divides(fields: dict[str, Any], tp: int, ep: int) -> bool:

@@ -53,5 +53,5 @@ def models() -> dict[str, Path]:
     lines = {
         path: MODEL_LINE.search(path.read_text(encoding="utf-8")) for path in shipped().values()
     }
-    found = {line[1]: path for path, line in lines.items() if line is not None}
-    return {name: path for name, path in found.items() if HUB_ID.fullmatch(name)}
+    by_model = {line[1]: path for path, line in lines.items() if line is not None}
+    return {name: path for name, path in by_model.items() if HUB_ID.fullmatch(name)}

@@ -68,16 +68,16 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; {} if it does not exist. Raise ConfigError if invalid."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold an object")
-    return found
+    return value
 
 
 def added_tokens(folder: Path, settings: dict[str, Any]) -> list[AddedToken]:
@@ -135,9 +135,9 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
     Each token is decoded, because a token's flag may differ from the library's behaviour.
     """
-    found = {token.content: at for at, token in tokenizer.get_added_tokens_decoder().items()}
+    ids = {token.content: at for at, token in tokenizer.get_added_tokens_decoder().items()}
     return {
         text: token_id
-        for text, token_id in found.items()
+        for text, token_id in ids.items()
         if not tokenizer.decode([token_id], skip_special_tokens=True)
     }

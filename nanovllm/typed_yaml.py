@@ -38,8 +38,8 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # the package has no type
         if twice := sorted({key for key in keys if keys.count(key) > 1}):
             problem = f"the key {twice[0]} is given twice"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        return found
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 def parse(text: str, what: str) -> Any:  # noqa: ANN401
@@ -129,10 +129,10 @@ NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 def _wrong_value(raw: Mapping[str, Any], whole: type[Struct], message: str) -> ConfigError:
     """Return the error for a value of the wrong type, translated from msgspec's message."""
-    found = re.search(r"(field `\w+`)? - at `\$\.([\w.]+)(\[\d+\])?`$", message)
-    if found is None:
+    match = re.search(r"(field `\w+`)? - at `\$\.([\w.]+)(\[\d+\])?`$", message)
+    if match is None:
         return ConfigError(f"recipe: {message}")
-    path = found[2] + (f".{found[1][7:-1]}" if found[1] else "")  # the field of a required key
+    path = match[2] + (f".{match[1][7:-1]}" if match[1] else "")  # the field of a required key
     value: Any = raw
     schema: Any = whole
     for name in path.split("."):
@@ -144,6 +144,6 @@ def _wrong_value(raw: Mapping[str, Any], whole: type[Struct], message: str) -> C
     for kind in kinds:
         if get_origin(kind) is Literal:
             parts += get_args(kind)
-    wanted = ", ".join(parts[:-1]) + (" or " if parts[1:] else "") + parts[-1]
+    allowed = ", ".join(parts[:-1]) + (" or " if parts[1:] else "") + parts[-1]
     shown = "" if path.endswith("api_key") else f" is {repr(value)[:80]}; it"
-    return ConfigError(f"{path}{shown} must be {wanted}")
+    return ConfigError(f"{path}{shown} must be {allowed}")

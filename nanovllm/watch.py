@@ -90,10 +90,10 @@ class WatchedRanks:
         """Return the reason why the engine cannot continue, or "". Must be called every TICK_S."""
         stuck = []
         for signs, word in zip(self._signs, self._words, strict=True):
-            said = messages(word)
-            signs.turn(has_beaten=bool(said))
-            if said and said[-1].startswith(STUCK):
-                stuck.append(f"{signs.process.name} is {said[-1]}")
+            reports = messages(word)
+            signs.turn(has_beaten=bool(reports))
+            if reports and reports[-1].startswith(STUCK):
+                stuck.append(f"{signs.process.name} is {reports[-1]}")
         silent = [
             f"{signs.process.name} has been silent for {self._most_s:.0f} s"
             for signs in self._signs
@@ -120,16 +120,16 @@ class StartingChildren:
 
         None is the outcome of a process that ended without a message.
         """
-        found: list[tuple[BaseProcess, str | None]] = []
+        outcomes: list[tuple[BaseProcess, str | None]] = []
         for process, word in list(self.waiting):
             while word.poll():
-                if (said := message(word)) == BEAT:
+                if (report := message(word)) == BEAT:
                     self._has_beaten.add(id(process))
                     continue
                 self.waiting.remove((process, word))
-                found.append((process, said))
+                outcomes.append((process, report))
                 break
-        return found
+        return outcomes
 
     def trouble(self) -> str:
         """Return the reason why the waiting processes will never be ready, or "".
@@ -159,11 +159,11 @@ class StartingChildren:
 
 def messages(word: Pipe) -> list[str]:
     """Return all pending messages of a child."""
-    found: list[str] = []
+    received: list[str] = []
     with contextlib.suppress(EOFError, OSError):  # the child has ended
         while word.poll():
-            found.append(str(word.recv()))
-    return found
+            received.append(str(word.recv()))
+    return received
 
 
 def work_of(pid: int | None) -> Work:

@@ -32,7 +32,7 @@ from nanovllm.config import DEMO, Config, load_config
 from nanovllm.models.shards import DTYPES
 from nanovllm.models.weights import destinations, fill, in_blocks
 from nanovllm.parallel.mesh import Mesh
-from nanovllm.runner.resolved import Resolved, resolved
+from nanovllm.runner.resolved import Resolved, resolve_config
 
 SHARD = 4 << 30  # bytes of a file, as on the hub
 READ = 16 << 20
@@ -50,11 +50,14 @@ def main() -> None:
     if not (options.folder / "config.json").is_file():
         write_random(load_config(options.recipe, [*options.changes, "load.format=dummy"]), options)
     config = load_config(options.recipe, [*options.changes, f"model={options.folder}"])
-    found = resolved(config, Mesh(0, options.ranks))
+    resolved = resolve_config(config, Mesh(0, options.ranks))
     paths = weight_files(options.folder)[1]
     total = sum(path.stat().st_size for path in paths)
     metrics = {"file_gb": total / 1e9}
-    for how, read in {"plain": lambda: plain(paths), "load": lambda: load(config, found)}.items():
+    for how, read in {
+        "plain": lambda: plain(paths),
+        "load": lambda: load(config, resolved),
+    }.items():
         for state in ("cold", "warm"):
             if state == "cold":
                 forget(paths)
@@ -89,10 +92,10 @@ def plain(paths: list[Path]) -> None:
                 pass
 
 
-def load(config: Config, found: Resolved) -> None:
+def load(config: Config, resolved: Resolved) -> None:
     """Load the weights as a start does. Each of several ranks would do the same work."""
-    fill(found.empty_model(found.device), config)
-    if found.device.type == "cuda":
+    fill(resolved.empty_model(resolved.device), config)
+    if resolved.device.type == "cuda":
         torch.cuda.synchronize()
     gc.collect()
 
@@ -107,13 +110,13 @@ def forget(paths: list[Path]) -> None:
 
 def write_random(config: Config, options: argparse.Namespace) -> None:
     """Write a checkpoint of the recipe's model with the names and shapes of a real one."""
-    found = resolved(config, Mesh())
-    model = found.empty_model(torch.device("meta"))
+    resolved = resolve_config(config, Mesh())
+    model = resolved.empty_model(torch.device("meta"))
     wanted = in_blocks(destinations(model, model.WEIGHTS), made=config.recipe.quantize is not None)
     options.folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(DEMO / "tokenizer.json", options.folder)
     raw = json.loads(Path(config.config_path).read_text())
-    raw["num_hidden_layers"] = found.model_config.num_hidden_layers
+    raw["num_hidden_layers"] = resolved.model_config.num_hidden_layers
     shard: dict[str, torch.Tensor] = {}
     index: dict[str, str] = {}
 

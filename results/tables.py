@@ -47,16 +47,18 @@ FORMAT = re.compile(r"(.+) (,?\.\d[f%])")
 Value = tuple[float, str]  # a number and the name of its metric
 
 
-def value_of(made: Record, metric: str) -> float:
+def value_of(result: Record, metric: str) -> float:
     """Return a metric, or a field of a case of check-kernels. Raise ConfigError for neither."""
     name = SHORT.get(metric, metric)
-    if name in made.metrics:
-        return made.metrics[name]
+    if name in result.metrics:
+        return result.metrics[name]
     case, _, field = name.rpartition(": ")
-    for one in made.workload.get("cases", ()):
+    for one in result.workload.get("cases", ()):
         if f"{one['kernel']}: {one['case']}" == case and field in one:
             return float(one[field])
-    raise ConfigError(f"a record of {made.model} has no {name}: {', '.join([*made.metrics][:5])}")
+    raise ConfigError(
+        f"a record of {result.model} has no {name}: {', '.join([*result.metrics][:5])}"
+    )
 
 
 def formatted(value: float, form: str) -> str:
@@ -85,8 +87,11 @@ class Row:
 
     def _cell(self, column: int, text: str) -> str:
         def value(match: re.Match[str]) -> str:
-            found = FORMAT.fullmatch(match[2])
-            first, metric, form = match[1], *((found[1], found[2]) if found else (match[2], ""))
+            cell_format = FORMAT.fullmatch(match[2])
+            first, metric, form = (
+                match[1],
+                *((cell_format[1], cell_format[2]) if cell_format else (match[2], "")),
+            )
             if first == "speedup":
                 return format(self._speedup(match[0], metric), form or ".2f")
             name = SHORT.get(metric, metric)

@@ -13,7 +13,7 @@ import torch
 from nanovllm.bench.plan import with_numbers_of_a_gpu
 from nanovllm.config import ConfigError, Schedule, load_config
 from nanovllm.engine import paper
-from nanovllm.runner.resolved import resolved, without_autos
+from nanovllm.runner.resolved import resolve_config, without_autos
 from nanovllm.schedule import resolve_schedule
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -99,10 +99,10 @@ def test_models_with_experts_take_long_steps_on_gpus_alone(name: str, most: int)
     config = load_config(
         name, ["load.format=dummy", "parallel.tp=1", "schedule.slots=8"], {"device": "cpu"}
     )
-    on_gpu = resolved(with_numbers_of_a_gpu(config)).recipe.schedule
+    on_gpu = resolve_config(with_numbers_of_a_gpu(config)).recipe.schedule
     assert on_gpu.step_tokens == most
     asked = config.recipe.schedule.step_tokens
-    assert resolved(config).recipe.schedule.step_tokens == (512 if asked == "auto" else asked)
+    assert resolve_config(config).recipe.schedule.step_tokens == (512 if asked == "auto" else asked)
 
 
 def test_engines_get_numbers() -> None:

@@ -91,10 +91,10 @@ class Match:
         if code in (op.MAX_REPEAT, op.MIN_REPEAT):
             return self._repeated(starts, *value)
         if code is op.BRANCH:
-            found = 0
+            ends = 0
             for branch in value[1]:
-                found |= self.ends(branch, starts)
-            return found
+                ends |= self.ends(branch, starts)
+            return ends
         if code is op.SUBPATTERN and not any(value[1:3]):
             return self.ends(value[3], starts)
         if code is op.AT:
@@ -112,25 +112,25 @@ class Match:
             before, starts = starts, self.ends(inner, starts)
             if starts == before:
                 break
-        found, num_more = starts, low
+        ends, num_more = starts, low
         while num_more < most and starts:
             self.count(1)
-            starts = self.ends(inner, starts) & ~found
-            found |= starts
+            starts = self.ends(inner, starts) & ~ends
+            ends |= starts
             num_more += 1
-        return found
+        return ends
 
     def _looked_around(self, starts: int, direction: int, inner: Any, *, is_wanted: bool) -> int:
         """Return those of the `starts` before or after which the items match, or do not match."""
-        width, found = inner.getwidth()[0] if direction < 0 else 0, 0
+        width, positions = inner.getwidth()[0] if direction < 0 else 0, 0
         for at in range(width, len(self.name) + 1):
             if not starts >> at & 1:
                 continue
             if (ends := self._around.get((id(inner), at))) is None:
                 ends = self._around[id(inner), at] = self.ends(inner, 1 << at - width)
             if ends:
-                found |= int(direction > 0 or ends >> at & 1) << at
-        return found if is_wanted else starts & ~found
+                positions |= int(direction > 0 or ends >> at & 1) << at
+        return positions if is_wanted else starts & ~positions
 
     def _places(self, kind: Any) -> int:
         if kind in (op.AT_BEGINNING, op.AT_BEGINNING_STRING):
@@ -138,8 +138,8 @@ class Match:
         if kind in (op.AT_END, op.AT_END_STRING):
             return 1 << len(self.name)
         is_word = [False, *map(CATEGORIES["WORD"], self.name), False]
-        found = sum(1 << at for at in range(len(self.name) + 1) if is_word[at] != is_word[at + 1])
-        return found if kind is op.AT_BOUNDARY else self.everywhere & ~found
+        places = sum(1 << at for at in range(len(self.name) + 1) if is_word[at] != is_word[at + 1])
+        return places if kind is op.AT_BOUNDARY else self.everywhere & ~places
 
 
 def is_in(character: str, code: Any, value: Any) -> bool:
@@ -178,16 +178,16 @@ def parsed(pattern: str) -> Any:
 
 def unknown_items(items: Any) -> list[str]:
     """Return the names of items that cannot be matched, such as references to groups."""
-    found: list[str] = []
+    unknown: list[str] = []
     for code, value in items:
         if code in (op.MAX_REPEAT, op.MIN_REPEAT):
-            found += unknown_items(value[2])
+            unknown += unknown_items(value[2])
         elif code is op.BRANCH:
-            found += [name for branch in value[1] for name in unknown_items(branch)]
+            unknown += [name for branch in value[1] for name in unknown_items(branch)]
         elif code is op.SUBPATTERN:
-            found += [*(["flags"] if any(value[1:3]) else []), *unknown_items(value[3])]
+            unknown += [*(["flags"] if any(value[1:3]) else []), *unknown_items(value[3])]
         elif code in (op.ASSERT, op.ASSERT_NOT):
-            found += unknown_items(value[1])
+            unknown += unknown_items(value[1])
         elif code not in (op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN, op.AT):
-            found.append(str(code).lower())
-    return found
+            unknown.append(str(code).lower())
+    return unknown

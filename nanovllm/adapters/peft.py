@@ -82,14 +82,14 @@ class Modules:
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's pair of matrices."""
         if module not in self._ranks:
-            found = self._first(self.config.rank_pattern, module)
-            self._ranks[module] = self.config.r if found is None else found
+            pattern_rank = self._first(self.config.rank_pattern, module)
+            self._ranks[module] = self.config.r if pattern_rank is None else pattern_rank
         return self._ranks[module]
 
     def scale_of(self, module: str) -> float:
         """Return the factor of a module's delta: alpha / r, or alpha / sqrt(r) with rsLoRA."""
-        found, rank = self._first(self.config.alpha_pattern, module), self.rank_of(module)
-        alpha = self.config.lora_alpha if found is None else found
+        pattern_alpha, rank = self._first(self.config.alpha_pattern, module), self.rank_of(module)
+        alpha = self.config.lora_alpha if pattern_alpha is None else pattern_alpha
         return alpha / (sqrt(rank) if self.config.use_rslora else rank)
 
     def targets(self, module: str) -> bool:
@@ -115,8 +115,8 @@ class Modules:
 
         It is the last number that follows such a name, and that a dot follows.
         """
-        asked, parts = self.config.layers_pattern, module.split(".")
-        names = [asked] if isinstance(asked, str) else asked or ["[^.]*"]
+        layers_pattern, parts = self.config.layers_pattern, module.split(".")
+        names = [layers_pattern] if isinstance(layers_pattern, str) else layers_pattern or ["[^.]*"]
         with self._limited():
             for name, at in product(names, range(len(parts) - 2, 0, -1)):
                 is_after = parts[at].isdecimal() and self._patterns.is_whole(
@@ -129,8 +129,8 @@ class Modules:
     def _first(self, values: dict[str, T], module: str) -> T | None:
         """Return the value of the first pattern that matches the end of a module's name."""
         with self._limited():
-            found = (key for key in values if self._patterns.is_end(key, module))
-            return next((values[key] for key in found), None)
+            matching = (key for key in values if self._patterns.is_end(key, module))
+            return next((values[key] for key in matching), None)
 
     @contextmanager
     def _limited(self) -> Iterator[None]:
@@ -177,11 +177,11 @@ def read_peft(folder: Path, name: str) -> PeftConfig:
         raise ConfigError(f"{what} has more than {MOST_BYTES} bytes")
     try:
         raw = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        given = {key: value for key, value in raw.items() if value is not None}
-        config = msgspec.convert(given, PeftConfig)
+        fields = {key: value for key, value in raw.items() if value is not None}
+        config = msgspec.convert(fields, PeftConfig)
     except (*NOT_JSON, OSError) as error:
         raise ConfigError(f"{what}: {error}") from None
-    check_keys(given, what)
+    check_keys(fields, what)
     check_patterns(config, what)
     return config
 

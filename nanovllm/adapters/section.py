@@ -33,11 +33,11 @@ class Adapters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def located(
-    adapters: Adapters, base: Path, taken: Iterable[str], *, is_dummy_model: bool = False
+    adapters: Adapters, base: Path, other_names: Iterable[str], *, is_dummy_model: bool = False
 ) -> Adapters:
     """Return the section with an absolute folder and the names of all adapters to load.
 
-    `taken` are the names of the model itself. Raise ConfigError if an adapter cannot be served.
+    `other_names` are those of the model itself. Raise ConfigError if an adapter cannot be served.
     """
     for key, value, most in (
         ("slots", adapters.slots, MOST_SLOTS),
@@ -59,12 +59,12 @@ def located(
         raise ConfigError(f"adapters.folder: {folder} has no folder with an adapter_config.json")
     if len(set(names)) < len(names):
         raise ConfigError("adapters.names has a name twice")
-    found = replace(adapters, folder=str(folder), names=names)
+    located_adapters = replace(adapters, folder=str(folder), names=names)
     for name in names:
         check_name(name)
-        check_free(name, taken)
-        peft_of(found, name)
-    return found
+        check_free(name, other_names)
+        peft_of(located_adapters, name)
+    return located_adapters
 
 
 def dummies(adapters: Adapters) -> Adapters:
@@ -85,9 +85,9 @@ def check_runtime(adapters: Adapters, api_key: str | None, num_workers: int) -> 
         raise ConfigError(f"adapters.runtime is true; server.workers must be 1, not {num_workers}")
 
 
-def check_free(name: str, taken: Iterable[str]) -> None:
+def check_free(name: str, other_names: Iterable[str]) -> None:
     """Raise ConfigError if an adapter has a name of the model itself."""
-    if name in taken:
+    if name in other_names:
         raise ConfigError(f"the adapter {name!r} has the model's name; rename its folder")
 
 

@@ -48,9 +48,9 @@ def choose_backend(
     like = pageless(layout, page_tokens, dtype)
     if kernels.invariant:
         return invariant_backend(kernels, device, layout, like)
-    asked = kernels.attention
+    choice = kernels.attention
     known = [name for name in PREFERRED[device.type] if name in BACKENDS]
-    for name in known if asked == "auto" else (asked,):
+    for name in known if choice == "auto" else (choice,):
         backend = resolve(BACKENDS, name)
         if (reason := backend.supports(device, layout, page_tokens)) is not None:
             passed_over.append(f"{name}: {reason}")
@@ -86,8 +86,8 @@ def invariant_backend(
     if device.type == "cpu":
         return InvariantTorch(like), replace(kernels, attention="torch", decode="torch"), ""
     for name in ("attention", "decode"):
-        if (asked := getattr(kernels, name)) != "auto":
-            raise ConfigError(f"kernels.{name} is {asked}, but kernels.invariant needs auto")
+        if (backend := getattr(kernels, name)) != "auto":
+            raise ConfigError(f"kernels.{name} is {backend}, but kernels.invariant needs auto")
     page_tokens = like.k_PSGA.shape[1]
     if (reason := resolve(BACKENDS, "triton").supports(device, layout, page_tokens)) is not None:
         raise ConfigError(f"kernels.invariant is true, but {reason}")

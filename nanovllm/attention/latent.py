@@ -116,9 +116,9 @@ def averaged(
     for piece_RCX, seen in zip(pieces, seen_R1NC.split(PIECE, 3), strict=True):
         scores_RHNC = scores(piece_RCX).masked_fill_(~seen, -torch.inf)
         newest = torch.maximum(best, scores_RHNC.amax(-1, keepdim=True))
-        kept, weights_RHNC = (best - newest).exp(), scores_RHNC.sub_(newest).exp_()
-        total = total * kept + weights_RHNC.sum(-1, keepdim=True)
-        sum_RHNX = sum_RHNX * kept + sums(weights_RHNC, piece_RCX)
+        decay, weights_RHNC = (best - newest).exp(), scores_RHNC.sub_(newest).exp_()
+        total = total * decay + weights_RHNC.sum(-1, keepdim=True)
+        sum_RHNX = sum_RHNX * decay + sums(weights_RHNC, piece_RCX)
         best = newest
     return sum_RHNX / total
 

@@ -185,9 +185,9 @@ class AgentLoad(Struct, frozen=True, kw_only=True):
         size = next(n for n in range(1, len(LEAD) + 64) if wording.words_reach(n))
         first = count(talk(size, size)) - 2 * size
         pair = count(talk(size, size, size, size)) - first - 4 * size
-        if (found := count(talk(*[size] * 6))) != first + 2 * pair + 6 * size:
+        if (counted := count(talk(*[size] * 6))) != first + 2 * pair + 6 * size:
             raise ConfigError(
-                f"{url} counts {found} tokens for six messages, where the first four suggest "
+                f"{url} counts {counted} tokens for six messages, where the first four suggest "
                 f"{first + 2 * pair + 6 * size}; its chat template changes earlier messages, so "
                 "prompts are not extensions of earlier ones"
             )
@@ -285,12 +285,16 @@ def agent_facts(
 def hits_by_tier(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """Return the share of prompt tokens found in each tier, as far as the server counts them."""
     gains = {key: value - before.get(key, 0.0) for key, value in after.items()}
-    asked = by_label(gains, LOOKED_UP).get("", 0.0)
+    num_looked_up = by_label(gains, LOOKED_UP).get("", 0.0)
     tiers = {"Hits in GPU memory (%)": HITS, "Hits in other tiers (%)": EXTERNAL_HITS}
-    found = {label: by_label(gains, name).get("") for label, name in tiers.items()}
+    hits = {label: by_label(gains, name).get("") for label, name in tiers.items()}
     by_tier = by_label(gains, TIER_HITS, "tier")
-    found |= {f"Hits in {tier} tier (%)": n for tier, n in by_tier.items() if n}
-    return {label: 100.0 * n / asked for label, n in found.items() if n is not None and asked}
+    hits |= {f"Hits in {tier} tier (%)": n for tier, n in by_tier.items() if n}
+    return {
+        label: 100.0 * n / num_looked_up
+        for label, n in hits.items()
+        if n is not None and num_looked_up
+    }
 
 
 def ttft_lines(which: str, samples: Sequence[Sample]) -> dict[str, float]:

@@ -131,13 +131,13 @@ def compared(
     num_fed: int | None = None,
 ) -> GraphCost:
     """Compare a graph with the eager step. The first `num_fed` tokens are not padding."""
-    expected, found = (logits(runner, step)[:num_fed] for step in (eager, replay))
+    expected, actual = (logits(runner, step)[:num_fed] for step in (eager, replay))
     return GraphCost(
         mode=mode,
         rows=size,
         capture_ms=1e3 * captured.seconds,
         memory_mib=captured.bytes_used / 2**20,
-        max_logit_difference=float((found - expected).abs().max()),
+        max_logit_difference=float((actual - expected).abs().max()),
         largest_logit=float(expected.abs().max()),
         replay_ms=1e3 * seconds_of(replay, runner.device),
         eager_ms=1e3 * seconds_of(eager, runner.device),
@@ -204,12 +204,12 @@ def eager_reason(runner: Runner, recipe: Recipe) -> dict[str, str | None]:
     slots, most = int(recipe.schedule.slots), int(recipe.schedule.step_tokens)
     captured = max(runner.piecewise.captured, default=1)
     decode = runner.builder.padded(slots, 1, runner.slots.max_tokens)
-    found = {f"decode, 1 to {slots} rows": runner.eager_reason(decode)}
+    reasons = {f"decode, 1 to {slots} rows": runner.eager_reason(decode)}
     for low, high in ((1, captured), (captured + 1, most)):
         if high > low:
             why = runner.eager_reason(padding_rows(runner, 1, high))
-            found[f"prefill and mixed, {low} to {high} tokens"] = why
-    return found | {"sampling, after either": "its launches depend on the rows' parameters"}
+            reasons[f"prefill and mixed, {low} to {high} tokens"] = why
+    return reasons | {"sampling, after either": "its launches depend on the rows' parameters"}
 
 
 def metrics(graphs: Sequence[GraphCost]) -> dict[str, float]:
@@ -227,10 +227,10 @@ def metrics(graphs: Sequence[GraphCost]) -> dict[str, float]:
 
 def rows_of(load: str | None, slots: int) -> range:
     """Return the rows of the load's decode steps, which are equally frequent."""
-    found = re.fullmatch(r"(\d+)-(\d+)", load or f"1-{slots}")
-    if found is None:
+    match = re.fullmatch(r"(\d+)-(\d+)", load or f"1-{slots}")
+    if match is None:
         raise ConfigError(f"--load {load}: write the fewest and the most rows, as in 1-64")
-    low, high = map(int, found.groups())
+    low, high = map(int, match.groups())
     if not 1 <= low <= high <= slots:
         raise ConfigError(f"--load {load}: a step has 1 to {slots} rows (schedule.slots)")
     return range(low, high + 1)

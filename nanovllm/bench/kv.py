@@ -38,7 +38,7 @@ from nanovllm.models.config import read_model_config
 from nanovllm.parallel.cut import check_cut
 from nanovllm.parallel.mesh import first_rank
 from nanovllm.runner.build import largest_steps, load, run_padding, with_caches
-from nanovllm.runner.resolved import GIB, resolved
+from nanovllm.runner.resolved import GIB, resolve_config
 from nanovllm.runner.room import need_of, remedy
 from nanovllm.server.ranges import MAX_TOP_LOGPROBS
 
@@ -51,7 +51,7 @@ class Profile:
     answer: str  # one sentence: if the model fits, and the number of requests
     title: str
     columns: dict[str, dict[str, float]]
-    said: list[str]  # lines below the table
+    notes: list[str]  # lines below the table
     plans: dict[str, MemoryPlan]  # by column
     pinned: MemoryPlan | None  # the first plan that fits, otherwise the nearest one that would
     fits: bool
@@ -63,7 +63,7 @@ class Profile:
 
         table = pd.DataFrame(self.columns).to_string(na_rep="-", float_format=shown)
         table = table if self.columns else "no plan"
-        parts = [self.answer, "", self.title, "", table, "", *self.said]
+        parts = [self.answer, "", self.title, "", table, "", *self.notes]
         if self.pinned is not None:
             about = "To pin this plan" if self.fits else "For the nearest plan that fits"
             parts += ["", f"{about}, add to the recipe:", pins(self.pinned)]
@@ -71,8 +71,8 @@ class Profile:
 
     @property
     def metrics(self) -> dict[str, float]:
-        found = pd.DataFrame(self.columns).unstack().dropna()
-        return {": ".join(key): float(value) for key, value in found.items()}
+        values = pd.DataFrame(self.columns).unstack().dropna()
+        return {": ".join(key): float(value) for key, value in values.items()}
 
 
 def profile(
@@ -82,40 +82,40 @@ def profile(
 
     Raise ConfigError for lengths beyond the context, or for an invalid recipe.
     """
-    here = None
+    gpu_here = None
     if torch.cuda.is_available() and config.recipe.device != "cpu":
         total = torch.cuda.get_device_properties(0).total_memory / GIB
-        here = gpu_of(f"{torch.cuda.get_device_name()}:{total:.2f}")
-    gpu = gpu_of(name) if name is not None else here or CPU
-    plans, said, fitting = {}, [], []
+        gpu_here = gpu_of(f"{torch.cuda.get_device_name()}:{total:.2f}")
+    gpu = gpu_of(name) if name is not None else gpu_here or CPU
+    plans, lines, fitting = {}, [], []
     first, own = first_rank(config.recipe.parallel), read_model_config(config)[1]
     for size in ranks:
         head = f"{'ep' if first.lanes > 1 else 'tp'} {size}"
         try:
             check_cut(first.first_of(size), own)
         except ConfigError as error:
-            said.append(f"{head}: {error}")
+            lines.append(f"{head}: {error}")
             continue
         plan = plans[head] = plan_of(config, gpu, size)
-        most = plan.found.max_model_tokens
+        most = plan.resolved.max_model_tokens
         lengths = lengths or tuple(n for n in USUAL_LENGTHS if n <= most) or (most,)
         if max(lengths) > most:
             raise ConfigError(f"--lengths {max(lengths)}: server.max_model_tokens is {most}")
         problem = plan.problem(lengths)
-        said.append(f"{head}: does not fit: {problem}" if problem else f"{head}: fits")
+        lines.append(f"{head}: does not fit: {problem}" if problem else f"{head}: fits")
         if not problem:
             fitting.append(plan)
-            if here is not None and here.name == gpu.name:
+            if gpu_here is not None and gpu_here.name == gpu.name:
                 measured = plans[f"{head} measured"] = measure(config, plan)
-                taken = sum(plan.taken.values()) / sum(measured.taken.values())
+                used = sum(plan.used.values()) / sum(measured.used.values())
                 tokens = plan.tokens / measured.tokens
-                said[-1] += f"; computed / measured: taken {taken:.4f}, tokens {tokens:.4f}"
+                lines[-1] += f"; computed / measured: taken {used:.4f}, tokens {tokens:.4f}"
     pinned = fitting[0] if fitting else nearest(config, gpu, lengths)
     return Profile(
         answer=answer(
             config.recipe.model,
             gpu,
-            said=said,
+            lines=lines,
             plans=plans,
             fitting=fitting,
             pinned=pinned,
@@ -123,7 +123,7 @@ def profile(
         ),
         title=f"{config.recipe.model} on {gpu.facts}",
         columns={head: numbers(plan, lengths) for head, plan in plans.items()},
-        said=said,
+        notes=lines,
         plans=plans,
         pinned=pinned,
         fits=bool(fitting),
@@ -134,13 +134,13 @@ def answer(
     model: str,
     gpu: Gpu,
     *,
-    said: Sequence[str],
+    lines: Sequence[str],
     plans: Mapping[str, MemoryPlan],
     fitting: Sequence[MemoryPlan],
     pinned: MemoryPlan | None,
     lengths: Sequence[int],
 ) -> str:
-    """Return the result in one sentence. `said` are the lines below the table."""
+    """Return the result in one sentence. `lines` are the lines below the table."""
     if fitting and pinned is not None:
         counts = ((requests_of(pinned, length), length) for length in lengths)
         room = " or ".join(
@@ -153,17 +153,17 @@ def answer(
     if pinned is not None:
         cure = f"the nearest plan that fits is for {place_of(pinned, gpu)}, below"
     elif gpu is CPU:
-        cure = remedy(need_of(first.found)) if first is not None else "try another --tp"
+        cure = remedy(need_of(first.resolved)) if first is not None else "try another --tp"
     else:
         cure = "no number of these GPUs is enough"
     if first is None:
-        return f"{model} cannot be split like this: {said[0]}; {cure}."
+        return f"{model} cannot be split like this: {lines[0]}; {cure}."
     problem = first.problem(lengths)
     return f"{model} does not fit on {place_of(first, gpu)}: {problem}; {cure}."
 
 
 def place_of(plan: MemoryPlan, gpu: Gpu) -> str:
-    size = plan.found.mesh.size
+    size = plan.resolved.mesh.size
     if gpu is CPU:
         return "this CPU" if size == 1 else f"this CPU with {size} ranks"
     return f"one {gpu.name}" if size == 1 else f"{size} {gpu.name}s"
@@ -171,34 +171,34 @@ def place_of(plan: MemoryPlan, gpu: Gpu) -> str:
 
 def requests_of(plan: MemoryPlan, length: int) -> int:
     """Return the number of requests of a length that fit; slots limit recurrent states."""
-    slots = int(plan.found.recipe.schedule.slots) if plan.found.layout.state else plan.pages
-    return min(slots, plan.pages // plan.pages_of(length)) * plan.found.mesh.lanes
+    slots = int(plan.resolved.recipe.schedule.slots) if plan.resolved.layout.state else plan.pages
+    return min(slots, plan.pages // plan.pages_of(length)) * plan.resolved.mesh.lanes
 
 
 def numbers(plan: MemoryPlan, lengths: Sequence[int]) -> dict[str, float]:
     """Return a plan's numbers by name and unit. Times are lower bounds, for rows that have room."""
-    found = {f"{name}, GiB": num / GIB for name, num in plan.taken.items() if num}
-    found["room for the cache, GiB"] = plan.room / GIB
-    for group in plan.found.layout.paged:
+    row = {f"{name}, GiB": num / GIB for name, num in plan.used.items() if num}
+    row["room for the cache, GiB"] = plan.room / GIB
+    for group in plan.resolved.layout.paged:
         layers = f"{len(group.layers)} layers"
-        found[f"key/value heads, {layers}"] = group.num_heads
-        found[f"a token, {layers}, KiB"] = group.bytes_per_token / 1024
-        found[f"a page, {layers}, MiB"] = group.bytes_per_token * plan.found.page_tokens / 2**20
-    lanes, ranks = plan.found.mesh.lanes, plan.found.mesh.size * plan.asked.parallel.dp
-    found |= plan.split.numbers(lengths, ranks) | {"lanes": lanes, "context": plan.context}
-    if plan.asked.cache.host_gib and plan.gpu.gb_per_s:
+        row[f"key/value heads, {layers}"] = group.num_heads
+        row[f"a token, {layers}, KiB"] = group.bytes_per_token / 1024
+        row[f"a page, {layers}, MiB"] = group.bytes_per_token * plan.resolved.page_tokens / 2**20
+    lanes, ranks = plan.resolved.mesh.lanes, plan.resolved.mesh.size * plan.recipe.parallel.dp
+    row |= plan.split.numbers(lengths, ranks) | {"lanes": lanes, "context": plan.context}
+    if plan.recipe.cache.host_gib and plan.gpu.gb_per_s:
         token_s = plan.prefill_s(1, max(lengths)) / max(lengths)
-        lengths_by_source = break_even(token_s, plan.found.layout.bytes_per_token)
+        lengths_by_source = break_even(token_s, plan.resolved.layout.bytes_per_token)
         for source, tokens in lengths_by_source.items():
-            found[f"loads from {source} pay from, tokens"] = math.ceil(tokens)
+            row[f"loads from {source} pay from, tokens"] = math.ceil(tokens)
     for length in lengths:
         fitting = requests_of(plan, length)
-        found[f"requests of {length:,}"] = fitting
+        row[f"requests of {length:,}"] = fitting
         for name, least in (("decode", plan.decode_s), ("prefill", plan.prefill_s)):
             for rows in ROWS if plan.gpu.gb_per_s else ():
                 time = least(rows, length) if rows <= fitting else float("nan")
-                found[f"{name} {rows} x {length:,}, ms"] = 1e3 * time
-    return {name: float(value) for name, value in found.items()}
+                row[f"{name} {rows} x {length:,}, ms"] = 1e3 * time
+    return {name: float(value) for name, value in row.items()}
 
 
 def draw(path: Path, profile: Profile) -> None:
@@ -206,7 +206,7 @@ def draw(path: Path, profile: Profile) -> None:
     figure = new_figure(8.0, 1.8 + 0.4 * len(profile.plans))
     axes = figure.add_subplot()
     plans = profile.plans.items()
-    parts = {name: plan.taken | plan.split.bytes for name, plan in plans}
+    parts = {name: plan.used | plan.split.bytes for name, plan in plans}
     bars = pd.DataFrame(parts).T[::-1] / GIB
     bars[LOGPROBS] = bars.pop(LOGPROBS)  # last: beyond the dashed line
     bars.loc[:, bars.any()].plot.barh(stacked=True, ax=axes, color=COLOURS, legend=False)
@@ -222,23 +222,23 @@ def measure(config: Config, plan: MemoryPlan) -> MemoryPlan:
     """Return the plan with sizes measured on this GPU. Raise ConfigError if memory is too small."""
     parallel = replace(config.recipe.parallel, tp=1)  # other ranks are not needed
     config = replace(config, recipe=replace(config.recipe, parallel=parallel))
-    found = resolved(config, plan.found.mesh)
-    held = torch.cuda.memory_allocated(found.device)  # workspaces of an earlier measurement
-    (model, draft_model), device = load(config, found), found.device
+    resolved = resolve_config(config, plan.resolved.mesh)
+    held = torch.cuda.memory_allocated(resolved.device)  # workspaces of an earlier measurement
+    (model, draft_model), device = load(config, resolved), resolved.device
     weights = torch.cuda.memory_allocated(device) - held
-    one_page = replace(found.recipe, cache=replace(found.recipe.cache, pages=1))
-    runner = with_caches(dataclasses.replace(found, recipe=one_page), model, draft_model)[0]
-    taken = {WEIGHTS: weights, STEP: peak(partial(largest_steps, runner, found.recipe)) - weights}
+    one_page = replace(resolved.recipe, cache=replace(resolved.recipe.cache, pages=1))
+    runner = with_caches(dataclasses.replace(resolved, recipe=one_page), model, draft_model)[0]
+    used = {WEIGHTS: weights, STEP: peak(partial(largest_steps, runner, resolved.recipe)) - weights}
     free, total = torch.cuda.mem_get_info(device)
-    taken |= {OTHERS: total - free - torch.cuda.memory_reserved(device), GRAPHS: GIB}
-    asked, before = runner.sampler.columns.host, torch.cuda.memory_allocated(device)
-    asked["num_logprobs"][:], asked["special"][:] = 1 + MAX_TOP_LOGPROBS, True
-    taken[LOGPROBS] = peak(partial(run_padding, runner, runner.slots.padding, 1)) - before
+    used |= {OTHERS: total - free - torch.cuda.memory_reserved(device), GRAPHS: GIB}
+    columns, before = runner.sampler.columns.host, torch.cuda.memory_allocated(device)
+    columns["num_logprobs"][:], columns["special"][:] = 1 + MAX_TOP_LOGPROBS, True
+    used[LOGPROBS] = peak(partial(run_padding, runner, runner.slots.padding, 1)) - before
     del model, draft_model, runner
     gc.collect()
     torch.cuda.empty_cache()
-    share = int(total * found.recipe.cache.memory_fraction)
-    return dataclasses.replace(plan, share=share, spare=total - share, taken=taken)
+    share = int(total * resolved.recipe.cache.memory_fraction)
+    return dataclasses.replace(plan, share=share, spare=total - share, used=used)
 
 
 def peak(step: Callable[[], None]) -> int:

@@ -84,7 +84,7 @@ def concluded(
     samples: Sequence[Sample],
     engine: dict[str, float],
     goals_ms: Mapping[str, float],
-    more: dict[str, float],
+    extra: dict[str, float],
     experts: bytes = b"",
     conversations: Mapping[str, float] = {},
     **fields: Any,  # noqa: ANN401
@@ -92,14 +92,14 @@ def concluded(
     """Return the outcome of a run.
 
     `engine` has the lines of the table's last section, `conversations` those of the section of
-    agents, `more` further metrics, and `fields` the other fields of the record.
+    agents, `extra` further metrics, and `fields` the other fields of the record.
     """
     metrics = summarise(samples, goals_ms)
     lines = {**engine, **conversations}
     labelled = {metric_name(label): value for label, value in lines.items()}
     record = of_this_machine(
         duration_s=metrics["duration_s"],
-        metrics=metrics | more | labelled,
+        metrics=metrics | extra | labelled,
         notes=verdict(metrics),
         **fields,
     )
@@ -121,7 +121,7 @@ def summarise(samples: Sequence[Sample], goals_ms: Mapping[str, float] = {}) -> 
     duration_s = max(end - start, 1e-9)
     input_tokens = sum(sample.input_tokens for sample in done)
     output_tokens = sum(sample.output_tokens for sample in done)
-    found: dict[str, float] = {
+    values: dict[str, float] = {
         "output_tokens_per_s": output_tokens / duration_s,
         "input_tokens_per_s": input_tokens / duration_s,
         "total_tokens_per_s": (input_tokens + output_tokens) / duration_s,
@@ -138,7 +138,7 @@ def summarise(samples: Sequence[Sample], goals_ms: Mapping[str, float] = {}) -> 
     }
     if goals_ms:
         good = [all(1e3 * getattr(one, f"{k}_s") <= goals_ms[k] for k in goals_ms) for one in done]
-        found["good_requests_per_s"] = sum(good) / duration_s
+        values["good_requests_per_s"] = sum(good) / duration_s
     for name, seconds in {
         "ttft": [sample.ttft_s for sample in done],
         "tpot": [sample.tpot_s for sample in done if sample.output_tokens > 1],
@@ -151,8 +151,8 @@ def summarise(samples: Sequence[Sample], goals_ms: Mapping[str, float] = {}) -> 
             ms = 1e3 * np.array(seconds)
             spread = {f"p{at}": np.percentile(ms, at) for at in PERCENTILES}
             spread |= {"mean": ms.mean(), "std": ms.std(), "max": ms.max()}
-            found |= {f"{name}_{key}_ms": value for key, value in spread.items()}
-    return {name: float(value) for name, value in found.items()}
+            values |= {f"{name}_{key}_ms": value for key, value in spread.items()}
+    return {name: float(value) for name, value in values.items()}
 
 
 def verdict(metrics: Mapping[str, float]) -> str:

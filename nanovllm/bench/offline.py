@@ -68,7 +68,7 @@ async def measure_engine(
             recipe=msgspec.json.decode(ready.recipe), changed=config.changed, workload=described,
             engine=engine_facts(before, after, {}),
             experts=b"" if load_of is None else load_of.lines(),
-            more={"start_to_ready_s": ready_s} | speculation(before, after),
+            extra={"start_to_ready_s": ready_s} | speculation(before, after),
         ))  # fmt: skip
     client.close()
 

@@ -143,7 +143,7 @@ def measure_server(
         | {"warmup": num_warm, "processes": processes}
         | ({"prefill_url": api.prefill_url} if prefill_url else {}),
         engine=engine_facts(before, after, peaks) | cpu_facts(cpu_before, cpu_after, tokens),
-        more={"client_busy": result.busy}
+        extra={"client_busy": result.busy}
         | speculation(before, after)
         | ({"start_to_ready_s": server.ready_s} if server else {}),
         conversations=agent_facts(result.samples, before, after) if is_agents else {},
@@ -152,9 +152,9 @@ def measure_server(
 
 def described(load: ServerLoad, wording: Wording) -> dict[str, Any]:
     """Return a record's description of a load."""
-    found: dict[str, Any] = msgspec.to_builtins(load)
+    described_load: dict[str, Any] = msgspec.to_builtins(load)
     own = {"name": load.name, "digest": digest_of(load, wording)}
-    return found | own | load.described
+    return described_load | own | load.described
 
 
 def digest_of(load: ServerLoad, wording: Wording) -> str:

@@ -24,7 +24,7 @@ from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.parallel.mesh import Mesh, first_rank
 from nanovllm.runner.adapters import bank_bytes
-from nanovllm.runner.resolved import GIB, Resolved, resolved
+from nanovllm.runner.resolved import GIB, Resolved, resolve_config
 from nanovllm.runner.room import need_of, step_bytes
 from nanovllm.schedule import given_or, resolve_schedule
 
@@ -43,54 +43,56 @@ MOST_HALVINGS = 5  # from 512 slots and 8192 tokens to 16 and 256
 class MemoryPlan:
     """One rank's share. All ranks have the same number of pages."""
 
-    asked: Recipe
-    found: Resolved
+    recipe: Recipe
+    resolved: Resolved
     model: Decoder  # on the meta device
     gpu: Gpu
     share: int  # usable bytes
     spare: int  # bytes in addition, which only log-probabilities may use
-    taken: dict[str, int]  # bytes of everything but the cache, by name
+    used: dict[str, int]  # bytes of everything but the cache, by name
 
     @property
     def room(self) -> int:
         """Return the bytes left for pages and checkpoints; negative if memory is too small."""
-        return self.share - sum(self.taken.values()) + self.taken[LOGPROBS]
+        return self.share - sum(self.used.values()) + self.used[LOGPROBS]
 
     @property
     def pages(self) -> int:
-        page_bytes = self.found.layout.bytes_per_token * self.found.page_tokens
-        fitting = room_for_pages(self.room, self.asked.cache, self.found.layout) // page_bytes
-        useful = int(self.found.recipe.schedule.slots) * self.pages_of(self.found.max_model_tokens)
-        return given_or(self.asked.cache.pages, max(0, min(fitting - 1, useful)))
+        page_bytes = self.resolved.layout.bytes_per_token * self.resolved.page_tokens
+        fitting = room_for_pages(self.room, self.recipe.cache, self.resolved.layout) // page_bytes
+        useful = int(self.resolved.recipe.schedule.slots) * self.pages_of(
+            self.resolved.max_model_tokens
+        )
+        return given_or(self.recipe.cache.pages, max(0, min(fitting - 1, useful)))
 
     @property
     def split(self) -> Split:
-        return Split(self.pages, self.asked.cache, self.found.layout, self.found.page_tokens)
+        return Split(self.pages, self.recipe.cache, self.resolved.layout, self.resolved.page_tokens)
 
     @property
     def tokens(self) -> int:
-        return self.pages * self.found.page_tokens
+        return self.pages * self.resolved.page_tokens
 
     @property
     def context(self) -> int:
         """Return the resulting server.max_model_tokens."""
-        return min(self.found.max_model_tokens, self.tokens)
+        return min(self.resolved.max_model_tokens, self.tokens)
 
     def pages_of(self, num_tokens: int) -> int:
         """Return the number of pages of one request with `num_tokens` tokens."""
-        return -(-num_tokens // self.found.page_tokens)
+        return -(-num_tokens // self.resolved.page_tokens)
 
     def problem(self, lengths: Sequence[int]) -> str:
         """Return the reason why the plan cannot serve requests of these lengths, or ""."""
         lack = self.split._replace(pages=max(2, self.pages)).total - self.room
         if self.gpu is CPU:  # the limit is the host's available memory
-            lack = (need := need_of(self.found)).total - need.room
+            lack = (need := need_of(self.resolved)).total - need.room
         if lack > 0:
             least = f"a cache of {self.pages:,} pages" if self.pages > 2 else SMALLEST
             return f"{lack / GIB:.2f} GiB short of {least}"
-        if self.taken[LOGPROBS] > self.spare:
+        if self.used[LOGPROBS] > self.spare:
             return f"{LOGPROBS} of all slots exceed what cache.memory_fraction leaves"
-        most = max(given_or(self.asked.server.max_model_tokens, 1), *lengths, 1)
+        most = max(given_or(self.recipe.server.max_model_tokens, 1), *lengths, 1)
         if self.tokens < most:
             return f"{self.tokens:,} tokens of cache are fewer than {most:,}"
         return ""
@@ -99,10 +101,10 @@ class MemoryPlan:
 
     def decode_s(self, rows: int, length: int) -> float:
         """Return a lower bound of the time of a step with `rows` decode rows of a length."""
-        num_bytes, layers = weight_traffic(self.model.layers, rows, self.found.mesh.lanes)
-        head, own = self.model.head.weight, -(-rows // self.found.mesh.lanes)
+        num_bytes, layers = weight_traffic(self.model.layers, rows, self.resolved.mesh.lanes)
+        head, own = self.model.head.weight, -(-rows // self.resolved.mesh.lanes)
         products = self._least(num_bytes + head.nbytes, 2 * (layers * rows + head.numel() * own))
-        cached = decode_bytes(self.found.own_layout, length)
+        cached = decode_bytes(self.resolved.own_layout, length)
         flops = length * self._flops(decodes=True)
         return products + own * self._least(cached, flops)
 
@@ -111,17 +113,19 @@ class MemoryPlan:
 
         Half of attention's products are masked.
         """
-        num_bytes, layers = weight_traffic(self.model.layers, rows * length, self.found.mesh.lanes)
-        head, own = self.model.head.weight, -(-rows // self.found.mesh.lanes)
+        num_bytes, layers = weight_traffic(
+            self.model.layers, rows * length, self.resolved.mesh.lanes
+        )
+        head, own = self.model.head.weight, -(-rows // self.resolved.mesh.lanes)
         each = 2 * head.numel() + self._flops(decodes=False) * length**2 / 2
         flops = rows * 2 * layers * length + own * each
         return self._least(num_bytes + head.nbytes, flops)
 
     def _flops(self, *, decodes: bool) -> int:
         """Return the FLOP per query and attended token, over all layers and one rank's heads."""
-        config, found = self.found.model_config, self.found
-        heads = config.num_attention_heads // found.mesh.tp_size
-        return 2 * num_paged(found.own_layout) * heads * config.key_value_size(decodes=decodes)
+        config, resolved = self.resolved.model_config, self.resolved
+        heads = config.num_attention_heads // resolved.mesh.tp_size
+        return 2 * num_paged(resolved.own_layout) * heads * config.key_value_size(decodes=decodes)
 
     def _least(self, num_bytes: float, flops: float) -> float:
         return max(num_bytes / self.gpu.gb_per_s / 1e9, flops / self.gpu.tflops / 1e12)
@@ -133,36 +137,36 @@ def plan_of(config: Config, gpu: Gpu, size: int, models: Models | None = None) -
     `models` caches the models of earlier plans, for other schedules and lengths of the same recipe.
     Raise ConfigError if the recipe is invalid, or the model cannot be cut over the ranks.
     """
-    asked = config.recipe
-    given = config if gpu is CPU else with_numbers_of_a_gpu(config)
-    found = resolved(given, first_rank(asked.parallel).first_of(size))
+    recipe = config.recipe
+    sized = config if gpu is CPU else with_numbers_of_a_gpu(config)
+    resolved = resolve_config(sized, first_rank(recipe.parallel).first_of(size))
     models = {} if models is None else models
-    key = found.mesh, found.max_model_tokens
-    made = models[key] = models.get(key) or found.empty_models(torch.device("meta"))
-    model, weights = made[0], sum(t.nbytes for t in (*made[1].parameters(), *made[1].buffers()))
-    slots = int(found.recipe.schedule.slots)
-    taken = {WEIGHTS: weights, STATES: running_bytes(found.layout, found.recipe), LOGPROBS: 0}
-    if asked.adapters is not None:
-        taken[ADAPTERS] = bank_bytes(asked.adapters, model, found.dtype)
-    total = share = weights + taken.get(ADAPTERS, 0) + int(asked.cache.cpu_gib * GIB)
+    key = resolved.mesh, resolved.max_model_tokens
+    empty = models[key] = models.get(key) or resolved.empty_models(torch.device("meta"))
+    model, weights = empty[0], sum(t.nbytes for t in (*empty[1].parameters(), *empty[1].buffers()))
+    slots = int(resolved.recipe.schedule.slots)
+    used = {WEIGHTS: weights, STATES: running_bytes(resolved.layout, resolved.recipe), LOGPROBS: 0}
+    if recipe.adapters is not None:
+        used[ADAPTERS] = bank_bytes(recipe.adapters, model, resolved.dtype)
+    total = share = weights + used.get(ADAPTERS, 0) + int(recipe.cache.cpu_gib * GIB)
     if gpu is not CPU:
         total = int(gpu.gib * GIB)
-        share = int(total * asked.cache.memory_fraction)
-        taken |= {
-            STEP: step_bytes(found, model, fuses_gate=gpu.is_hopper),
+        share = int(total * recipe.cache.memory_fraction)
+        used |= {
+            STEP: step_bytes(resolved, model, fuses_gate=gpu.is_hopper),
             OTHERS: CUDA_BYTES + (RANKS_BYTES if size > 1 else 0),
             GRAPHS: GIB,
             # For a row in every slot: logits, a float32 copy, and exponentials to be summed.
-            LOGPROBS: (found.dtype.itemsize + 4 + 4) * slots * len(model.head.weight),
+            LOGPROBS: (resolved.dtype.itemsize + 4 + 4) * slots * len(model.head.weight),
         }
     return MemoryPlan(
-        asked=asked,
-        found=found,
+        recipe=recipe,
+        resolved=resolved,
         model=model,
         gpu=gpu,
         share=share,
         spare=total - share,
-        taken=taken,
+        used=used,
     )
 
 
@@ -208,14 +212,15 @@ def halved(schedule: Schedule, times: int, most: int, on_cpu: bool = False) -> S
 
 def pins(plan: MemoryPlan) -> str:
     """Return the lines of a recipe that fix a plan. They replace earlier values of these keys."""
-    cache, schedule, mesh = plan.found.recipe.cache, plan.found.recipe.schedule, plan.found.mesh
-    asked, sizes = plan.asked.parallel, {"ep": mesh.ep_size, "dp": plan.asked.parallel.dp}
-    more = "".join(f", {k}: {n}" for k, n in sizes.items() if {n, getattr(asked, k)} != {1})
+    recipe, mesh = plan.resolved.recipe, plan.resolved.mesh
+    cache, schedule, parallel = recipe.cache, recipe.schedule, plan.recipe.parallel
+    sizes = {"ep": mesh.ep_size, "dp": parallel.dp}
+    others = "".join(f", {k}: {n}" for k, n in sizes.items() if {n, getattr(parallel, k)} != {1})
     dtypes = "dtype: fp8, " if cache.dtype == "fp8" else ""
     if cache.state_dtype == "bfloat16":
         dtypes += "state_dtype: bfloat16, "
     return (
-        f"parallel: {{tp: {mesh.tp_size}{more}}}\n"
+        f"parallel: {{tp: {mesh.tp_size}{others}}}\n"
         f"cache: {{{dtypes}page_tokens: {cache.page_tokens}, "
         f"{plan.split.pin}, memory_fraction: {cache.memory_fraction:g}}}\n"
         f"schedule: {{slots: {schedule.slots}, step_tokens: {schedule.step_tokens}}}\n"

@@ -145,17 +145,17 @@ def fingerprint() -> Machine:
     info = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.is_file() else None
     query = [f"--query-gpu={','.join(GPU_FIELDS.values())}", "--format=csv,noheader,nounits"]
-    found = parse_gpus(_output(["nvidia-smi", *query]), _output(["nvidia-smi"])) | {
+    facts = parse_gpus(_output(["nvidia-smi", *query]), _output(["nvidia-smi"])) | {
         "cpu": model[1].strip() if model else platform.processor(),
         "cpu_cores": os.cpu_count() or 1,
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.platform(),
     }
-    return msgspec.convert(found, Machine, strict=False)
+    return msgspec.convert(facts, Machine, strict=False)
 
 
-def commit(root: Path = ROOT, given: str | None = None) -> Commit:
-    """Return the checkout's commit; without git `given`, or the content of the file `.commit`.
+def commit(root: Path = ROOT, stated: str | None = None) -> Commit:
+    """Return the checkout's commit; without git `stated`, or the content of the file `.commit`.
 
     Both are the output of `git describe --always --abbrev=40 --dirty`. Results and `.commit` itself
     do not make a tree dirty.
@@ -166,17 +166,17 @@ def commit(root: Path = ROOT, given: str | None = None) -> Commit:
         changes = _output(["git", "-C", str(root), "status", "--porcelain", "--", ".", *ignored])
         return Commit(head, bool(changes))
     file = root / ".commit"
-    text = given or (file.read_text().strip() if file.is_file() else "")
+    text = stated or (file.read_text().strip() if file.is_file() else "")
     name, dash, _ = text.partition("-dirty")
     return Commit(name, bool(dash)) if re.fullmatch("[0-9a-f]{40}", name) else Commit("", True)
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    by_package = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+            by_package[package] = metadata.version(package)
+    return by_package
 
 
 def parse_gpus(csv: str, header: str) -> dict[str, Any]:

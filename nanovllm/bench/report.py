@@ -94,21 +94,21 @@ def vllm_json(outcome: Outcome) -> dict[str, object]:
     """Return the content of `vllm bench serve --save-result`, with keys of `bench throughput`."""
     record = outcome.record
     values = record.workload | record.metrics
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for _, ours, digits, names in LINES:
-        found |= dict.fromkeys(names.split(), _whole(values.get(ours), digits))
-    found |= {"date": record.started_at, "backend": "nanovllm", "errors": outcome.errors}
-    found |= dict.fromkeys(("model_id", "tokenizer_id"), record.recipe["model"])
-    found |= {"num_prompts": round(values["completed"] + values["failed"])}
-    found["request_rate"] = found["request_rate"] or "inf"
+        fields |= dict.fromkeys(names.split(), _whole(values.get(ours), digits))
+    fields |= {"date": record.started_at, "backend": "nanovllm", "errors": outcome.errors}
+    fields |= dict.fromkeys(("model_id", "tokenizer_id"), record.recipe["model"])
+    fields |= {"num_prompts": round(values["completed"] + values["failed"])}
+    fields["request_rate"] = fields["request_rate"] or "inf"
     for name, short, _ in LATENCIES:
         for key, ours in IN_FILES.items():
-            found[f"{key}_{short}_ms".lower()] = values.get(f"{name}_{ours}_ms", 0.0)
+            fields[f"{key}_{short}_ms".lower()] = values.get(f"{name}_{ours}_ms", 0.0)
     if "acceptance_length" in values:
-        found |= {theirs: _whole(values[ours], digits) for _, ours, digits, theirs in SPECULATION}
+        fields |= {theirs: _whole(values[ours], digits) for _, ours, digits, theirs in SPECULATION}
         rates = [rate / 100 for rate in positions_of(values)]
-        found["spec_decode_per_position_acceptance_rates"] = rates
-    return found
+        fields["spec_decode_per_position_acceptance_rates"] = rates
+    return fields
 
 
 def samples_of(page: str) -> dict[str, float]:
@@ -152,9 +152,9 @@ def engine_facts(
     by_kind = by_label(gains, "nanovllm:graph_steps_total", "mode", "phase")
     facts = {f"Steps {kind}": count for kind, count in by_kind.items() if count}
     hits = by_label(gains, "vllm:prefix_cache_hits_total").get("")
-    asked = by_label(gains, "vllm:prefix_cache_queries_total").get("")
-    if hits is not None and asked:
-        facts["Prefix cache hits (%)"] = 100.0 * hits / asked
+    num_queries = by_label(gains, "vllm:prefix_cache_queries_total").get("")
+    if hits is not None and num_queries:
+        facts["Prefix cache hits (%)"] = 100.0 * hits / num_queries
     for shown, name in GAINS.items():
         if (gain := by_label(gains, name).get("")) is not None:
             facts[shown] = gain
@@ -170,13 +170,13 @@ def engine_facts(
 
 def by_label(samples: Mapping[str, float], name: str, *labels: str) -> dict[str, float]:
     """Return sums of a metric's samples by label values (`FULL/decode`); one sum without labels."""
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for key, value in samples.items():
         if key.split("{", 1)[0] == name:
             values = dict(re.findall(r'(\w+)="([^"]*)"', key))
             group = "/".join(values.get(label, "") for label in labels)
-            found[group] = found.get(group, 0.0) + value
-    return found
+            sums[group] = sums.get(group, 0.0) + value
+    return sums
 
 
 def _whole(value: float | None, digits: int) -> float | None:

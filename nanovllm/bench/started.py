@@ -76,18 +76,18 @@ def stop(server: subprocess.Popen[bytes]) -> None:
 
 def descendants(supervisor: int) -> dict[int, Process]:
     """Return the processes that a process started, by process id; {} without /proc."""
-    found: dict[int, tuple[int, str, int]] = {}  # parent, name and ticks by process id
+    processes: dict[int, tuple[int, str, int]] = {}  # parent, name and ticks by process id
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # the process has ended
             head, _, tail = path.read_text().rpartition(") ")
             state = tail.split()  # from the third field of proc(5) on
             name = head.partition("(")[2]
-            found[int(path.parent.name)] = int(state[1]), name, int(state[11]) + int(state[12])
+            processes[int(path.parent.name)] = int(state[1]), name, int(state[11]) + int(state[12])
     below: dict[int, Process] = {}
-    for pid, (parent, name, ticks) in found.items():
+    for pid, (parent, name, ticks) in processes.items():
         branch = name
-        while parent != supervisor and parent in found:
-            parent, branch, _ = found[parent]
+        while parent != supervisor and parent in processes:
+            parent, branch, _ = processes[parent]
         if parent == supervisor:
             below[pid] = Process(name, branch, ticks / TICKS_PER_S)
     return below

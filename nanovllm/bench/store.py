@@ -62,30 +62,30 @@ def id_of(content: bytes) -> str:
     return sha256(content).hexdigest()[:DIGITS]
 
 
-def entry_of(made: Record) -> StoredEntry:
+def entry_of(result: Record) -> StoredEntry:
     """Return the entry of a record. Its name has the date, commit, model, load and changes."""
-    content = msgspec.json.encode(made)
-    name = f"{made.started_at[:10]}_{made.commit[:7] or 'unknown'}_{record.name(made)}"
-    return StoredEntry(id=id_of(content), kind=made.kind, name=name, record=Raw(content))
+    content = msgspec.json.encode(result)
+    name = f"{result.started_at[:10]}_{result.commit[:7] or 'unknown'}_{record.name(result)}"
+    return StoredEntry(id=id_of(content), kind=result.kind, name=name, record=Raw(content))
 
 
 def text_entry(text: str, kind: Kind, name: str) -> StoredEntry:
     return StoredEntry(id=id_of(text.encode()), kind=kind, name=name, text=text)
 
 
-def write(made: Record, results_dir: Path) -> EntryPlace:
+def write(result: Record, results_dir: Path) -> EntryPlace:
     """Append a record to the file of its kind of machine, unless it is already present."""
-    entry, path = entry_of(made), folder_of(made, results_dir) / FILE
+    entry, path = entry_of(result), folder_of(result, results_dir) / FILE
     append(path, [entry])
     return EntryPlace(path, entry.id)
 
 
-def put(made: Record, where: Path) -> None:
+def put(result: Record, where: Path) -> None:
     """Write a record to a file of its own, or append it below `where` if that is a folder."""
     if where.is_dir():
-        write(made, where)
+        write(result, where)
     else:
-        record.write_to(where, made)
+        record.write_to(where, result)
 
 
 def append(path: Path, entries: list[StoredEntry]) -> list[StoredEntry]:
@@ -116,13 +116,13 @@ def read(path: Path) -> list[StoredEntry]:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    found: list[StoredEntry] = []
+    entries: list[StoredEntry] = []
     for line in lines:
         try:
-            found.append(msgspec.json.decode(line, type=StoredEntry))
+            entries.append(msgspec.json.decode(line, type=StoredEntry))
         except NOT_JSON as error:
-            raise ConfigError(f"{path}:{len(found) + 1} is not an entry: {error}") from None
-    return found
+            raise ConfigError(f"{path}:{len(entries) + 1} is not an entry: {error}") from None
+    return entries
 
 
 def record_of(entry: StoredEntry) -> Record:
@@ -152,29 +152,31 @@ def find(text: str, results_dir: Path) -> Record:
 
     Raise ConfigError with the missing file or id.
     """
-    path, _, wanted = text.rpartition("#")
+    path, _, id_or_name = text.rpartition("#")
     if ID.fullmatch(text) and not Path(text).exists():
-        path, wanted = "", text
+        path, id_or_name = "", text
     elif not path:
         return record.read(Path(text))
     places = [Path(path)] if path else files(results_dir)
-    entries = [one for place in places for one in read(place) if one.id == wanted]
+    entries = [one for place in places for one in read(place) if one.id == id_or_name]
     if not entries:
-        raise ConfigError(f"no record {wanted} in {path or results_dir}; give an id or a JSON file")
+        raise ConfigError(
+            f"no record {id_or_name} in {path or results_dir}; give an id or a JSON file"
+        )
     if not entries[0].is_record:
-        raise ConfigError(f"{wanted} is a text without metrics; only records can be compared")
+        raise ConfigError(f"{id_or_name} is a text without metrics; only records can be compared")
     return record_of(entries[0])
 
 
-def plot_path(made: Record, results_dir: Path, suffix: str = ".svg") -> Path:
+def plot_path(result: Record, results_dir: Path, suffix: str = ".svg") -> Path:
     """Return an unused path for a plot next to the file of its record."""
-    folder, stem = folder_of(made, results_dir), entry_of(made).name
+    folder, stem = folder_of(result, results_dir), entry_of(result).name
     folder.mkdir(parents=True, exist_ok=True)
     names = (f"{stem}_{again}" if again > 1 else stem for again in count(1))
     paths = (folder / f"{name}{suffix}" for name in names)
     return next(path for path in paths if not path.exists())
 
 
-def folder_of(made: Record, results_dir: Path) -> Path:
-    root = results_dir if made.is_publishable else results_dir / SCRATCH
-    return root / made.machine.slug
+def folder_of(result: Record, results_dir: Path) -> Path:
+    root = results_dir if result.is_publishable else results_dir / SCRATCH
+    return root / result.machine.slug

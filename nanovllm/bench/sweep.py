@@ -55,12 +55,12 @@ def curves(records: Sequence[Record]) -> tuple[str, Curves]:
     differing = [name for name in keys if keys[name].nunique() > 1]
     shared = [keys[name][0] for name in keys if name not in (*differing, "changed", "run")]
     shared += [change for change in changes(records[0]) if change in common]
-    found: dict[str, list[Record]] = {}
+    groups: dict[str, list[Record]] = {}
     for names, record in zip(keys[differing or ["model"]].to_numpy(), records, strict=True):
-        found.setdefault(", ".join(names), []).append(record)
-    for group in found.values():
+        groups.setdefault(", ".join(names), []).append(record)
+    for group in groups.values():
         group.sort(key=lambda record: intensity(record)[1])
-    return ", ".join(shared), found
+    return ", ".join(shared), groups
 
 
 def facts(record: Record) -> dict[str, str]:
@@ -95,13 +95,13 @@ def intensity(record: Record) -> tuple[str, float]:
     return str(count), float(count)
 
 
-def table(shared: str, found: Curves) -> str:
+def table(shared: str, curves: Curves) -> str:
     """Return a table with each curve's speed and its ratio to the first curve, by load and work."""
     columns = ((RATE, "tok/s"), (TPOT, "TPOT p50 ms"), (TTFT, "TTFT p50 ms"))
     head = " ".join(f"{title:>12} {'ratio':>6}" for _, title in columns)
     lines = [shared, f"{'load':>6} {head}"]
     firsts: dict[tuple[str, str], Mapping[str, float]] = {}
-    rows = [(name, record) for name, records in found.items() for record in records]
+    rows = [(name, record) for name, records in curves.items() for record in records]
     for name, record in sorted(rows, key=lambda row: intensity(row[1])[1]):
         load, metrics = intensity(record)[0], record.metrics
         first, text = firsts.setdefault((load, facts(record)["work"]), metrics), f"{load:>6}"
@@ -118,22 +118,22 @@ def missing() -> str | None:
     return None if find_spec("matplotlib") else "plots need matplotlib: pip install nanovllm[plot]"
 
 
-def draw(path: Path, shared: str, found: Curves) -> None:
+def draw(path: Path, shared: str, curves: Curves) -> None:
     """Plot throughput over both latencies, with loads as labels of points.
 
     Raise ConfigError like `save`, or if no record has latencies.
     """
     runs = pd.DataFrame(
         {"curve": name, "load": intensity(record)[0], **record.metrics}
-        for name, records in found.items()
+        for name, records in curves.items()
         for record in records
     )
     panels = [metric for metric in PANELS if metric in runs]
     if not panels:
         raise ConfigError(f"no record has {TPOT} or {TTFT}: nothing to plot")
-    figure = new_figure(INCHES[0] * len(panels), INCHES[1] + 0.25 * len(found))
+    figure = new_figure(INCHES[0] * len(panels), INCHES[1] + 0.25 * len(curves))
     figure.suptitle(f"Throughput against latency: {shared}")
-    looks = dict(zip(found, cycle(LOOKS), strict=False))  # the same in all panels
+    looks = dict(zip(curves, cycle(LOOKS), strict=False))  # the same in all panels
     for at, metric in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), at + 1)
         title, unit = PANELS[metric]

@@ -46,8 +46,10 @@ class LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        found: click.Command | None = resolve(COMMANDS, cmd_name) if cmd_name in COMMANDS else None
-        return found
+        command: click.Command | None = (
+            resolve(COMMANDS, cmd_name) if cmd_name in COMMANDS else None
+        )
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -81,12 +83,12 @@ def main() -> None:
     try:
         sys.exit(cli(sys.argv[1:] or ["--help"], standalone_mode=False))
     except (ConfigError, click.ClickException) as error:
-        said = str(error)
+        message = str(error)
         if isinstance(error, UnknownCommand):
-            said = error.message
+            message = error.message
         elif isinstance(error, click.ClickException):  # its message may have several lines
-            said = " ".join(error.format_message().split())
-        click.echo(f"error: {said}", err=True)
+            message = " ".join(error.format_message().split())
+        click.echo(f"error: {message}", err=True)
         sys.exit(2)
     except click.Abort:  # Ctrl-C
         sys.exit("aborted")

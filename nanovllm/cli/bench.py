@@ -89,13 +89,13 @@ def bench(ctx: click.Context, /, **given: object) -> None:
 def conclude(options: Options, records: Sequence[record.Record]) -> None:
     """Print the table of several runs and the command that repeats it. Plot a sweep."""
     results = Path(options.results_dir)
-    shared, found = sweep.curves(records)
+    shared, curves = sweep.curves(records)
     again = sweep.command(records, results)
-    click.echo(f"\n{sweep.table(shared, found)}\nthis table again: {again}")
+    click.echo(f"\n{sweep.table(shared, curves)}\nthis table again: {again}")
     if options.sweep is not None and (problem := sweep.missing()):
         click.echo(f"no plot: {problem}")
     elif options.sweep is not None:
-        show_plot(options.plot or sweep.plot_path(records, results, "sweep"), shared, found)
+        show_plot(options.plot or sweep.plot_path(records, results, "sweep"), shared, curves)
 
 
 def compare(options: Options, typed: Sequence[str]) -> None:
@@ -110,14 +110,14 @@ def compare(options: Options, typed: Sequence[str]) -> None:
     if len(records) == 2:
         click.echo(sweep.compare(*records))
     if len(records) > 2 or options.plot is not None:
-        shared, found = sweep.curves(records)
-        click.echo(f"\n{sweep.table(shared, found)}")
+        shared, curves = sweep.curves(records)
+        click.echo(f"\n{sweep.table(shared, curves)}")
         if options.plot is not None:
-            show_plot(options.plot, shared, found)
+            show_plot(options.plot, shared, curves)
 
 
-def show_plot(path: Path, shared: str, found: sweep.Curves) -> None:
-    sweep.draw(path, shared, found)
+def show_plot(path: Path, shared: str, curves: sweep.Curves) -> None:
+    sweep.draw(path, shared, curves)
     click.echo(f"plot: {path}")
 
 
@@ -201,7 +201,7 @@ def serve_command(recipe: str | None, changed: Mapping[str, Any]) -> list[str]:
 
 def publish(options: Options, outcome: Outcome) -> record.Record:
     click.echo(report.table(outcome))
-    tree = record.commit(given=options.commit)
+    tree = record.commit(stated=options.commit)
     written = replace(outcome.record, commit=tree.hash, dirty=tree.is_dirty)
     click.echo(f"record: {store.write(written, Path(options.results_dir))}")
     if options.json_out is not None:

@@ -50,10 +50,10 @@ class SpanType(click.ParamType[tuple[float, float]]):
     def convert(
         self, value: str, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[float, float]:
-        if not (found := re.fullmatch(r"(\d+(?:\.\d+)?)(?:-(\d+(?:\.\d+)?))?", value)):
+        if not (match := re.fullmatch(r"(\d+(?:\.\d+)?)(?:-(\d+(?:\.\d+)?))?", value)):
             self.fail(f"{value}: write two numbers, as in 200-4000", param, ctx)
         try:
-            return self.kind(found[1]), self.kind(found[2] or found[1])
+            return self.kind(match[1]), self.kind(match[2] or match[1])
         except ValueError:
             self.fail(f"{value}: write whole numbers, as in 200-4000", param, ctx)
 
@@ -239,16 +239,16 @@ def plain_load(options: Options, concurrency: int | None, seed: int) -> Workload
 
 def agent_load(options: Options, concurrency: int | None, seed: int) -> AgentLoad:
     names = (*OF_AGENTS, "temperature", "ignore_eos", "adapters")
-    given = {name: vars(options)[name] for name in names if vars(options)[name] is not None}
+    stated = {name: vars(options)[name] for name in names if vars(options)[name] is not None}
     chosen = {"concurrency": concurrency, "seed": seed}
     chosen["sessions"] = options.sessions or concurrency
-    return AgentLoad(**given | chosen)
+    return AgentLoad(**stated | chosen)
 
 
 def goals_of(goodput: Sequence[str]) -> dict[str, float]:
     goals = {}
     for text in goodput:
-        if not (found := GOAL.fullmatch(text)):
+        if not (match := GOAL.fullmatch(text)):
             raise ConfigError(f"--goodput {text}: write ttft, tpot or e2el, a colon, and the ms")
-        goals[found[1]] = float(found[2])
+        goals[match[1]] = float(match[2])
     return goals

@@ -110,7 +110,7 @@ def check_kernels(
     if invariant and (tp > 1 or names or quick):
         raise ConfigError("--invariant checks its own cases on one GPU; give it alone")
     if tp > 1:
-        found = across_gpus(tp, names, quick)
+        across = across_gpus(tp, names, quick)
     else:
         if device.type == "cpu":
             from nanovllm_kernels.interpreter import patch_once
@@ -125,13 +125,13 @@ def check_kernels(
         use_folder(cache_dir())
         kinds = names or [*{**COMPILED, **KERNELS}]
         if invariant:
-            found = rows_apart(device)
+            across = rows_apart(device)
         elif device.type == "cpu" and not names:
-            found = on_all_cores(kinds, quick)
+            across = on_all_cores(kinds, quick)
         else:
-            found = chain.from_iterable(check_one(name, device, limits, quick) for name in kinds)
+            across = chain.from_iterable(check_one(name, device, limits, quick) for name in kinds)
     results = []
-    for result in found:
+    for result in across:
         results.append(result)
         tqdm.write(line(result))  # above the progress bar, if there is one
     failed = sum(not result.passed and not result.skipped for result in results)
@@ -226,7 +226,7 @@ def across_gpus(tp: int, names: tuple[str, ...], quick: bool) -> Iterator[Result
         raise ConfigError(f"--tp is {tp}; this machine has {present} GPUs")
     if names:
         raise ConfigError(f"--kernel {names[0]} runs on one GPU; with --tp it has no effect")
-    return (Result(**found) for found in check_ranks(tp, connect_peers, quick))
+    return (Result(**result) for result in check_ranks(tp, connect_peers, quick))
 
 
 def check_one(
@@ -293,5 +293,5 @@ def line(result: Result) -> str:
 
 
 def times(results: Sequence[Result], limits: Ceilings | None) -> dict[str, float]:
-    found = {f"{one.kernel}: {one.case}: us": one.us for one in results if one.us is not None}
-    return found | (limits.rates if limits else {})
+    us_by_case = {f"{one.kernel}: {one.case}: us": one.us for one in results if one.us is not None}
+    return us_by_case | (limits.rates if limits else {})

@@ -53,12 +53,12 @@ class Command(click.Command):
             for param in self.get_params(ctx)
             for name in (*param.opts, *param.secondary_opts)
         }
-        found = []
+        faults = []
         for typed, value in options_of(args, own):
             if (answer := other_flags.answer(typed, value, self.others)) is not None:
-                found.append(f"{typed}: {answer}")
-        if found:
-            raise ConfigError("; ".join(found))
+                faults.append(f"{typed}: {answer}")
+        if faults:
+            raise ConfigError("; ".join(faults))
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -121,10 +121,10 @@ def config_of(recipe: str | None, overrides: Sequence[str], **flags: object) -> 
 
 def numbers(flag: str, text: str) -> tuple[int, ...]:
     """Return the distinct numbers in `1,4,16`. Raise ConfigError with the flag otherwise."""
-    found = tuple(map(int, re.findall(r"\d{1,9}", text)))
-    if not re.fullmatch(r"[1-9]\d{0,8}(, ?[1-9]\d{0,8})*", text) or len({*found}) < len(found):
+    values = tuple(map(int, re.findall(r"\d{1,9}", text)))
+    if not re.fullmatch(r"[1-9]\d{0,8}(, ?[1-9]\d{0,8})*", text) or len({*values}) < len(values):
         raise ConfigError(f"{flag} {text}: write numbers from 1, none twice, as in 1,4,16,64")
-    return found
+    return values
 
 
 def write_record(path: Path | None, began: datetime, **fields: Any) -> None:  # noqa: ANN401
@@ -234,10 +234,10 @@ def profile_kv(path: Path | None, plot: Path | None, **given: Any) -> None:  # n
     given |= {"load_format": "dummy", "tp": max(ranks, default=None)}
     config, began = config_of(**given), datetime.now(UTC)
     each = numbers("--lengths", lengths) if lengths is not None else ()
-    found = kv.profile(config, gpu, ranks or (num_ranks(config.recipe.parallel),), each)
-    click.echo(found.text)
-    if plot is not None and found.plans:
-        kv.draw(plot, found)
+    profile = kv.profile(config, gpu, ranks or (num_ranks(config.recipe.parallel),), each)
+    click.echo(profile.text)
+    if plot is not None and profile.plans:
+        kv.draw(plot, profile)
     elif plot is not None:
         click.echo("no plot: there is no plan to draw")
     write_record(
@@ -246,10 +246,10 @@ def profile_kv(path: Path | None, plot: Path | None, **given: Any) -> None:  # n
         kind="kv",
         recipe=msgspec.to_builtins(config.recipe),
         changed=config.changed,
-        workload={"name": "profile-kv", "title": found.title, "said": found.said},
-        metrics=found.metrics,
+        workload={"name": "profile-kv", "title": profile.title, "said": profile.notes},
+        metrics=profile.metrics,
     )
-    sys.exit(0 if found.fits else 1)
+    sys.exit(0 if profile.fits else 1)
 
 
 @click.command(
@@ -278,16 +278,16 @@ def capture_graphs(load: str | None, path: Path | None, **recipe: Any) -> None: 
     from nanovllm.bench import graphs as bench
     from nanovllm.runner.build import build
     from nanovllm.runner.graphs import obstacles
-    from nanovllm.runner.resolved import resolved
+    from nanovllm.runner.resolved import resolve_config
 
-    found = resolved(config)
-    final = found.recipe
+    resolved = resolve_config(config)
+    final = resolved.recipe
     click.echo(
-        f"{final.model} on {found.device_name}, {final.dtype}, attention "
+        f"{final.model} on {resolved.device_name}, {final.dtype}, attention "
         f"{final.kernels.attention}, up to {final.schedule.slots} rows"
     )
-    if found.passed_over:
-        click.echo(f"attention not chosen: {found.passed_over}")
+    if resolved.passed_over:
+        click.echo(f"attention not chosen: {resolved.passed_over}")
     rows, graphs = bench.rows_of(load, int(final.schedule.slots)), list[bench.GraphCost]()
     if reasons := obstacles(final):  # without loading the weights
         click.echo(f"Nothing is captured: {'; '.join(reasons)}.")

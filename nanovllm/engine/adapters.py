@@ -64,19 +64,19 @@ class AdapterChanges:
             return AdapterAnswer(message.number, f"the adapter {message.name!r} is already loaded")
         number = self.planner.new_adapter()
 
-        def done(found: AdapterContent | str) -> None:
-            self.deliver(ReadAdapter(message, number, found))
+        def done(result: AdapterContent | str) -> None:
+            self.deliver(ReadAdapter(message, number, result))
 
         self.store.read_adapter(number, message.folder, done)
         return None
 
     def _finish(self, read: ReadAdapter) -> AdapterAnswer:
-        message, number, found = read
-        if not self.store.commit_adapter(number) or isinstance(found, str):
+        message, number, result = read
+        if not self.store.commit_adapter(number) or isinstance(result, str):
             self.store.drop_adapters([number])
-            error = found if isinstance(found, str) else "another rank could not read the adapter"
+            error = result if isinstance(result, str) else "another rank could not read the adapter"
             return AdapterAnswer(message.number, error)
-        self.folders[message.name], self._contents[message.name] = message.folder, found
-        self.planner.load_adapter(message.name, number, found)
+        self.folders[message.name], self._contents[message.name] = message.folder, result
+        self.planner.load_adapter(message.name, number, result)
         self.store.drop_adapters(self.planner.forget_adapters())
         return AdapterAnswer(message.number)

@@ -18,18 +18,18 @@ def page_log_of(
 
     Raise ConfigError if a port cannot be used, or if pages alone cannot be reused.
     """
-    asked = recipe.kv_events
-    if asked is None:
+    events = recipe.kv_events
+    if events is None:
         return None
     if layout.state is not None:
         raise ConfigError("kv_events does not support models with recurrent states; drop it")
     from nanovllm.kv.publisher import EventPublisher  # imports zmq
 
-    topic = asked.topic
+    topic = events.topic
     if topic == "auto":
         topic = f"kv@{socket.gethostname()}@{config.served_name}"
     is_latent = any(group.kind == "latent" for group in layout.paged)
     kind = "mla_attention" if is_latent else "full_attention"
     writer = EventWriter(int(recipe.cache.page_tokens), kind)
-    publisher = EventPublisher(asked, topic, place.engine or 0, writer)
+    publisher = EventPublisher(events, topic, place.engine or 0, writer)
     return PageLog(publisher.send, publisher.close)

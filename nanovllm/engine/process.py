@@ -193,9 +193,9 @@ def scheduler_of(
     )
 
     def memory() -> KVMemory:
-        made = memory_of(layout, recipe.cache, executor.disk)
-        made.log = page_log
-        return made
+        kv_memory = memory_of(layout, recipe.cache, executor.disk)
+        kv_memory.log = page_log
+        return kv_memory
 
     return planner_of(make, memory, place.lanes, recipe.parallel)
 

@@ -89,9 +89,9 @@ def packed(array: Int32) -> tuple[tuple[int, ...], bytes]:
     return array.shape, array.tobytes()
 
 
-def unpacked(_: object, found: tuple[tuple[int, ...], bytes]) -> Int32:
+def unpacked(_: object, shape_and_bytes: tuple[tuple[int, ...], bytes]) -> Int32:
     """Return a read-only array."""
-    return np.frombuffer(found[1], np.int32).reshape(found[0])
+    return np.frombuffer(shape_and_bytes[1], np.int32).reshape(shape_and_bytes[0])
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=packed).encode
@@ -126,10 +126,10 @@ class RankedExecutor:
 
     def other_results(self) -> list[StepResult]:
         """Block until the other lanes' results of the next step, and return them."""
-        said = [decode_result(message) for message in self.place.recv_all()]
-        self.padded_tokens = self.own.padded_tokens + sum(one.padded_tokens for one in said)
-        self._loads = [one.experts or old for one, old in zip(said, self._loads, strict=True)]
-        return [one.result for one in said]
+        results = [decode_result(message) for message in self.place.recv_all()]
+        self.padded_tokens = self.own.padded_tokens + sum(one.padded_tokens for one in results)
+        self._loads = [one.experts or old for one, old in zip(results, self._loads, strict=True)]
+        return [one.result for one in results]
 
     def moved(self) -> list[Moved]:
         """Return the transfers that have ended. Those with the disk have ended on all ranks.
@@ -307,10 +307,10 @@ class Follower:
 
 def mesh_of(config: Config, place: Place) -> Mesh:
     """Return the mesh of a place, and make its GPU current. Raise ConfigError with too few GPUs."""
-    asked = config.recipe.parallel
+    parallel = config.recipe.parallel
     is_on_cpu = config.recipe.device == "cpu" or not torch.cuda.is_available()
     if not is_on_cpu:
-        check_gpus(asked, torch.cuda.device_count())
+        check_gpus(parallel, torch.cuda.device_count())
         torch.cuda.set_device(place.device)
     if place.size == 1:
         return Mesh()
@@ -318,7 +318,7 @@ def mesh_of(config: Config, place: Place) -> Mesh:
     met = place.rendezvous
     if place.lanes > 1:
         return kind(0, 1, met, ep_size=place.size, lane=place.rank)
-    return kind(place.rank, place.size, met, ep_size=asked.ep)
+    return kind(place.rank, place.size, met, ep_size=parallel.ep)
 
 
 def gpu_mesh(kernels: Kernels, place: Place) -> Callable[..., Mesh]:

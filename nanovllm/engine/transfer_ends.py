@@ -80,7 +80,7 @@ class TransferEnds:
 
         Raise RankLostError if another rank has ended.
         """
-        found = [moved for moved in own if moved.ticket not in self._first]
+        ended = [moved for moved in own if moved.ticket not in self._first]
         changed = [moved for moved in own if moved.ticket in self._first]
         self._first.update((moved.ticket, moved) for moved in changed)
         while not self._received.empty():
@@ -92,9 +92,9 @@ class TransferEnds:
         for ticket in dict.fromkeys(moved.ticket for moved in changed):
             first, others = self._first[ticket], self._others[ticket]
             if first is not None and len(others) == self._num_others:
-                found.append(joined([first, *others]))
+                ended.append(joined([first, *others]))
                 del self._first[ticket], self._others[ticket]
-        return found
+        return ended
 
     def _receive(self, ring: RingReader) -> None:
         try:

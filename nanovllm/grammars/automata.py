@@ -142,7 +142,7 @@ def _numbered(edges: list[list[Edge]], finals: set[int], kinds: dict[int, int]) 
     """Return an automaton with one state per kind, numbered in the order of discovery."""
     one_of = {kind: at for at, kind in kinds.items()}
     order, number_of = [kinds[0]], {kinds[0]: 0}
-    made: list[tuple[Edge, ...]] = []
+    numbered: list[tuple[Edge, ...]] = []
     for kind in order:
         mine = []
         for low, high, to in edges[one_of[kind]]:
@@ -152,22 +152,22 @@ def _numbered(edges: list[list[Edge]], finals: set[int], kinds: dict[int, int]) 
                 number_of[kinds[to]] = len(order)
                 order.append(kinds[to])
             mine.append((low, high, number_of[kinds[to]]))
-        made.append(tuple(_joined(mine)))
-    if len(made) > MAX_STATES:
+        numbered.append(tuple(_joined(mine)))
+    if len(numbered) > MAX_STATES:
         raise TooLargeError("too many cases")
     return Dfa(
-        tuple(made), frozenset(number_of[kinds[at]] for at in finals if kinds[at] in number_of)
+        tuple(numbered), frozenset(number_of[kinds[at]] for at in finals if kinds[at] in number_of)
     )
 
 
 def _joined(edges: list[Edge]) -> list[Edge]:
-    made: list[Edge] = []
+    joined_edges: list[Edge] = []
     for low, high, to in sorted(edges):
-        if made and made[-1][2] == to and made[-1][1] + 1 == low:
-            made[-1] = (made[-1][0], high, to)
+        if joined_edges and joined_edges[-1][2] == to and joined_edges[-1][1] + 1 == low:
+            joined_edges[-1] = (joined_edges[-1][0], high, to)
         else:
-            made.append((low, high, to))
-    return made
+            joined_edges.append((low, high, to))
+    return joined_edges
 
 
 # -- boolean operations ---------------------------------------------------------------------------
@@ -252,16 +252,16 @@ def other_than(texts: Iterable[str], most_states: int) -> Dfa:
     last = max(depth)
     while last and sum(d <= last for d in depth) > most_states:
         last -= 1
-    kept = [at for at, d in enumerate(depth) if d <= last]
-    number = {at: i + 1 for i, at in enumerate(kept)} | {0: 0}
+    live = [at for at, d in enumerate(depth) if d <= last]
+    number = {at: i + 1 for i, at in enumerate(live)} | {0: 0}
     sink = 1
     edges: list[tuple[Edge, ...]] = [(), ((0, LAST, sink),)]
-    edges.extend(() for _ in kept[1:])
-    for at in kept:
+    edges.extend(() for _ in live[1:])
+    for at in live:
         mine = [(c, c, number[to]) for c, to in trie[at].items() if to in number]
         others = inverted(merged([(c, c) for c in trie[at]]))
         edges[number[at]] = tuple(sorted(mine + [(a, b, sink) for a, b in others]))
-    return Dfa(tuple(edges), frozenset({sink, *(number[at] for at in kept if at not in finals)}))
+    return Dfa(tuple(edges), frozenset({sink, *(number[at] for at in live if at not in finals)}))
 
 
 def lengths(low: int, high: int | None) -> Dfa:
@@ -278,19 +278,19 @@ def lengths(low: int, high: int | None) -> Dfa:
 
 
 def merged(ranges: list[tuple[int, int]]) -> Ranges:
-    made: list[tuple[int, int]] = []
+    merged_ranges: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
-        if made and low <= made[-1][1] + 1:
-            made[-1] = (made[-1][0], max(made[-1][1], high))
+        if merged_ranges and low <= merged_ranges[-1][1] + 1:
+            merged_ranges[-1] = (merged_ranges[-1][0], max(merged_ranges[-1][1], high))
         else:
-            made.append((low, high))
-    return tuple(made)
+            merged_ranges.append((low, high))
+    return tuple(merged_ranges)
 
 
 def inverted(ranges: Ranges) -> Ranges:
-    made, begin = [], 0
+    gaps, begin = [], 0
     for low, high in ranges:
         if low > begin:
-            made.append((begin, low - 1))
+            gaps.append((begin, low - 1))
         begin = high + 1
-    return (*made, (begin, LAST)) if begin <= LAST else tuple(made)
+    return (*gaps, (begin, LAST)) if begin <= LAST else tuple(gaps)

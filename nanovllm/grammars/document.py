@@ -85,11 +85,11 @@ class Document:
         self.spend(len(some) * len(others), path)
         if some == [EVERYTHING]:
             return others
-        made = [both for a in some for b in others if not (both := a.and_(b)).is_empty()]
-        if len(made) > MAX_ALTERNATIVES:
+        products = [product for a in some for b in others if not (product := a.and_(b)).is_empty()]
+        if len(products) > MAX_ALTERNATIVES:
             self.inexact(path, f"more than {MAX_ALTERNATIVES} combinations of alternatives")
             return some
-        return made
+        return products
 
 
 # -- references: JSON pointers, anchors and ids ---------------------------------------------------

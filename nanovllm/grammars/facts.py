@@ -41,7 +41,7 @@ class Number:
     def and_(self, other: Number) -> Number | None:
         lows = [bound for bound in (self.low, other.low) if bound]
         highs = [bound for bound in (self.high, other.high) if bound]
-        made = Number(
+        number = Number(
             is_integer=self.is_integer or other.is_integer,
             low=max(lows, default=None),
             high=min(highs, default=None, key=lambda bound: (bound[0], not bound[1])),
@@ -50,15 +50,15 @@ class Number:
             excluded=self.excluded | other.excluded,
             no_multiples=self.no_multiples | other.no_multiples,
         )
-        if made.values is not None:
-            kept = tuple(value for value in made.values if made.has(value))
-            return replace(made, values=kept) if kept else None
-        if made.low and made.high:
-            is_empty = made.low[0] > made.high[0] or (
-                made.low[0] == made.high[0] and (made.low[1] or made.high[1])
+        if number.values is not None:
+            allowed = tuple(value for value in number.values if number.has(value))
+            return replace(number, values=allowed) if allowed else None
+        if number.low and number.high:
+            is_empty = number.low[0] > number.high[0] or (
+                number.low[0] == number.high[0] and (number.low[1] or number.high[1])
             )
-            return None if is_empty else made
-        return made
+            return None if is_empty else number
+        return number
 
     def has(self, value: Fraction) -> bool:
         """Return True if a number satisfies all constraints except `values`."""
@@ -83,7 +83,7 @@ class String:
     excluded: frozenset[str] = frozenset()
 
     def and_(self, other: String) -> String | None:
-        made = String(
+        string = String(
             patterns=tuple(dict.fromkeys(self.patterns + other.patterns)),
             formats=tuple(dict.fromkeys(self.formats + other.formats)),
             low=max(self.low, other.low),
@@ -91,15 +91,15 @@ class String:
             values=_common(self.values, other.values),
             excluded=self.excluded | other.excluded,
         )
-        is_empty = made.values == () or (made.high is not None and made.high < made.low)
-        return None if is_empty else made
+        is_empty = string.values == () or (string.high is not None and string.high < string.low)
+        return None if is_empty else string
 
 
 def _common(one: tuple[object, ...] | None, other: tuple[object, ...] | None):  # type: ignore[no-untyped-def] # noqa: ANN202
     if one is None or other is None:
         return other if one is None else one
-    kept = set(other)
-    return tuple(value for value in one if value in kept)
+    common = set(other)
+    return tuple(value for value in one if value in common)
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,13 @@ class Array:
     contains: tuple[Conj, ...] = ()
 
     def and_(self, other: Array) -> Array | None:
-        made = Array(
+        array = Array(
             self.layers + other.layers,
             max(self.low, other.low),
             _least(self.high, other.high),
             self.contains + other.contains,
         )
-        return None if made.high is not None and made.high < made.low else made
+        return None if array.high is not None and array.high < array.low else array
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,14 +145,16 @@ class PropertyLayer:
 
         `name` is None for any unnamed property. `matching` has the patterns that the name matches.
         """
-        said: Conj | None = None
+        conjunction: Conj | None = None
         if name is not None and name in self.properties:
-            said = self.properties[name]
+            conjunction = self.properties[name]
         for pattern, conj in self.patterns:
             if pattern in matching:
-                said = both(said or (), conj)
-        if said is not None or any(layer.of(name, matching) is not None for layer in self.beside):
-            return said
+                conjunction = both(conjunction or (), conj)
+        if conjunction is not None or any(
+            layer.of(name, matching) is not None for layer in self.beside
+        ):
+            return conjunction
         return self.rest
 
 
@@ -165,15 +167,15 @@ class Object:
     names: Conj = ANYTHING
 
     def and_(self, other: Object) -> Object | None:
-        made = Object(
+        obj = Object(
             layers=self.layers + other.layers,
             required=tuple(dict.fromkeys(self.required + other.required)),
             low=max(self.low, other.low),
             high=_least(self.high, other.high),
             names=both(self.names, other.names),
         )
-        least = max(made.low, len(made.required))
-        return None if made.high is not None and made.high < least else made
+        least = max(obj.low, len(obj.required))
+        return None if obj.high is not None and obj.high < least else obj
 
     def simple(self) -> Object:
         """Return the constraints without property counts and name patterns (many rules)."""

@@ -115,11 +115,11 @@ def _uris(beyond: str) -> tuple[str, str]:
     name = f"(?:[{_UNRESERVED}{_SUB}{beyond}-]|{_PCT})*"
     future = rf"v[0-9A-Fa-f]+\.[{_UNRESERVED}{_SUB}:-]+"
     authority = rf"//{user}(?:\[(?:{_IPV6}|{future})\]|{name})(?::[0-9]*)?(?:/{pchar}*)*"
-    more = f"(?:/{pchar}*)*"
-    absolute_path = f"/(?:{pchar}+{more})?"
+    segments = f"(?:/{pchar}*)*"
+    absolute_path = f"/(?:{pchar}+{segments})?"
     ending = rf"(?:\?(?:{pchar}|[/?])*)?(?:#(?:{pchar}|[/?])*)?"
-    absolute = f"{_SCHEME}:(?:{authority}|{absolute_path}|{pchar}+{more}|){ending}"
-    relative = f"(?:{authority}|{absolute_path}|{no_colon}+{more}|){ending}"
+    absolute = f"{_SCHEME}:(?:{authority}|{absolute_path}|{pchar}+{segments}|){ending}"
+    relative = f"(?:{authority}|{absolute_path}|{no_colon}+{segments}|){ending}"
     return absolute, f"(?:{absolute}|{relative})"
 
 

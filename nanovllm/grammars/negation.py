@@ -32,33 +32,33 @@ class SchemaReader(Protocol):
     def opposite(self, conj: Conj) -> list[Facts]: ...
     def product(self, some: list[Facts], others: list[Facts], path: str) -> list[Facts]: ...
     def listed(self, branches: object, path: str) -> list[Conj]: ...
-    def target(self, given: dict[str, Any], path: str) -> list[Conj]: ...
+    def target(self, schema: dict[str, Any], path: str) -> list[Conj]: ...
 
 
 NONE = Facts()
 
 
 class Opposite:
-    def __init__(self, reader: SchemaReader, given: dict[str, Any], path: str) -> None:
+    def __init__(self, reader: SchemaReader, schema: dict[str, Any], path: str) -> None:
         self._reader = reader
-        self._given = given
+        self._given = schema
         self._path = path
 
     def alternatives(self) -> list[Facts]:
         """Return one alternative for each way to violate the schema. Raise InexactError."""
-        made: list[Facts] = []
+        alternatives: list[Facts] = []
         for keyword in self._given:
             read = KEYWORDS.get(keyword)
             if read is not None:
-                made += read(self)
+                alternatives += read(self)
             elif keyword in WITHOUT:
                 raise InexactError(repr(keyword))
-        return [facts for facts in made if not facts.is_empty()]
+        return [facts for facts in alternatives if not facts.is_empty()]
 
     def _type(self) -> Iterator[Facts]:
         types = self._reader.keywords.types(self._given, self._path) or []
-        taken = {"number" if name == "integer" else name for name in types}
-        yield EVERYTHING.only(*(kind for kind in KINDS if kind not in taken))
+        excluded = {"number" if name == "integer" else name for name in types}
+        yield EVERYTHING.only(*(kind for kind in KINDS if kind not in excluded))
         if "number" not in types and "integer" in types:
             yield Facts(number=Number(no_multiples=frozenset({Fraction(1)})))
 
@@ -148,18 +148,22 @@ class Opposite:
             yield from self._reader.opposite(conj)
 
     def _any(self) -> Iterator[Facts]:
-        made = [EVERYTHING]
+        alternatives = [EVERYTHING]
         for conj in self._reader.listed(self._given["anyOf"], f"{self._path}/anyOf"):
-            made = self._reader.product(made, self._reader.opposite(conj), self._path)
-        yield from made
+            alternatives = self._reader.product(
+                alternatives, self._reader.opposite(conj), self._path
+            )
+        yield from alternatives
 
     def _one(self) -> Iterator[Facts]:
         """Yield the values that match no branch, and those that match two."""
         branches = self._reader.listed(self._given["oneOf"], f"{self._path}/oneOf")
-        made = [EVERYTHING]
+        alternatives = [EVERYTHING]
         for conj in branches:
-            made = self._reader.product(made, self._reader.opposite(conj), self._path)
-        yield from made
+            alternatives = self._reader.product(
+                alternatives, self._reader.opposite(conj), self._path
+            )
+        yield from alternatives
         for i, conj in enumerate(branches):
             for other in branches[:i]:
                 yield from self._reader.facts(tuple(dict.fromkeys(conj + other)))

@@ -62,15 +62,15 @@ class Objects:
         self._room = 4 * MAX_NAME_STATES
         self._starts: dict[tuple[str, ...], Dfa] = {}
 
-    def members(self, given: Object, path: str) -> Members:
+    def members(self, facts: Object, path: str) -> Members:
         """Return the members of an object. Raise InexactError."""
-        properties, others = self.parts(given, path)
-        num_required = len(given.required)
-        low = given.low if given.low > num_required else 0
+        properties, others = self.parts(facts, path)
+        num_required = len(facts.required)
+        low = facts.low if facts.low > num_required else 0
         if others and low > 1:
             raise InexactError("'minProperties' beside properties that it does not name")
         counts = low > 0 and not (low == 1 and not num_required)
-        high = given.high
+        high = facts.high
         if high is not None and not others and high >= len(properties):
             high = None
         cap = high + 1 if high is not None else low if counts else 0
@@ -84,23 +84,23 @@ class Objects:
             high=high,
         )
 
-    def parts(self, given: Object, path: str) -> tuple[list[Property], list[tuple[Dfa, Conj]]]:
+    def parts(self, facts: Object, path: str) -> tuple[list[Property], list[tuple[Dfa, Conj]]]:
         """Return the named properties and the kinds of other properties. Raise InexactError."""
         names = list(
-            dict.fromkeys([n for la in given.layers for n in la.properties] + list(given.required))
+            dict.fromkeys([n for la in facts.layers for n in la.properties] + list(facts.required))
         )
-        allowed = self._names(given.names)
-        patterns = list(dict.fromkeys(p for layer in given.layers for p, _ in layer.patterns))
+        allowed = self._names(facts.names)
+        patterns = list(dict.fromkeys(p for layer in facts.layers for p, _ in layer.patterns))
         dfas = {pattern: found(pattern) for pattern in patterns}
         for dfa in dfas.values():
             names += [name for name in dfa.few(MAX_NAMES) or () if name not in names]
         parts = []
         for name in names:
             matching = frozenset(p for p in patterns if dfas[p].accepts(name))
-            said = [layer.of(name, matching) or () for layer in given.layers]
-            conj = reduce(both, said, ANYTHING) if allowed.accepts(name) else (1,)
-            parts.append(Property(name, conj, name in given.required))
-        return parts, self._others(given, names, allowed, dfas, path)
+            by_layer = [layer.of(name, matching) or () for layer in facts.layers]
+            conj = reduce(both, by_layer, ANYTHING) if allowed.accepts(name) else (1,)
+            parts.append(Property(name, conj, name in facts.required))
+        return parts, self._others(facts, names, allowed, dfas, path)
 
     def _names(self, conj: Conj) -> Dfa:
         if conj == ANYTHING:
@@ -109,11 +109,11 @@ class Objects:
         return reduce(union, map(automaton, known), NOTHING) if known else NOTHING
 
     def _others(
-        self, given: Object, names: list[str], allowed: Dfa, dfas: dict[str, Dfa], path: str
+        self, facts: Object, names: list[str], allowed: Dfa, dfas: dict[str, Dfa], path: str
     ) -> list[tuple[Dfa, Conj]]:
         """Return the kinds of unnamed properties, by the patterns that their names match."""
-        is_said = any(layer.rest is not None for layer in given.layers)
-        is_closed = not is_said and any(layer.closes for layer in given.layers)
+        is_said = any(layer.rest is not None for layer in facts.layers)
+        is_closed = not is_said and any(layer.closes for layer in facts.layers)
         if is_closed and not dfas:
             return []
         start = ALL_TEXTS
@@ -136,13 +136,13 @@ class Objects:
             kinds = [(kind, matching) for kind, matching in split if not kind.is_empty()]
             if len(kinds) > MAX_KINDS:
                 raise InexactError("'patternProperties' that overlap in too many ways")
-        made = []
+        others = []
         for kind, matching in kinds:
-            said = [layer.of(None, matching) for layer in given.layers]
-            conj = reduce(both, (part for part in said if part), ANYTHING)
+            by_layer = [layer.of(None, matching) for layer in facts.layers]
+            conj = reduce(both, (part for part in by_layer if part), ANYTHING)
             if not kind.is_empty() and conj != (1,) and (matching or not is_closed):
-                made.append((kind, conj))
-        return made
+                others.append((kind, conj))
+        return others
 
 
 def key_text(name: str) -> str:
@@ -180,10 +180,10 @@ class MemberRules:
         while self._needed:
             at, written = self._needed.pop()
             self._rules.bodies[self._made[at, written]] = self._next(at, written)
-        made: Rule = [('"{"', "ws", '"}"')] if self._members.may_be_empty else []
+        rule: Rule = [('"{"', "ws", '"}"')] if self._members.may_be_empty else []
         if self._high == 0:
-            return made
-        return [*made, ('"{"', "ws", r'"\""', first, "ws", '"}"')]
+            return rule
+        return [*rule, ('"{"', "ws", r'"\""', first, "ws", '"}"')]
 
     def choice(self, at: int, written: int) -> str:
         """Return the rule for the next property and all later ones, after its opening quote."""

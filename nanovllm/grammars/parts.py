@@ -60,16 +60,16 @@ def _widths(items: Any) -> tuple[int, int]:  # noqa: ANN401
     for code, value in items:
         if code in (op.MAX_REPEAT, op.MIN_REPEAT):
             low, most, inner = value
-            more, inside = _widths(inner)
+            inner_width, inside = _widths(inner)
             if (inside and most != 1) or (most is op.MAXREPEAT and inner.getwidth() != (1, 1)):
                 raise PatternError("repetitions of more than single characters")
-            width += more * (low if most is op.MAXREPEAT else most)
+            width += inner_width * (low if most is op.MAXREPEAT else most)
             loops += inside + (most is op.MAXREPEAT)
         elif code in (op.BRANCH, op.SUBPATTERN):
             branches = value[1] if code is op.BRANCH else [value[3]]
-            both = [_widths(branch) for branch in branches]
-            width += max(one[0] for one in both)
-            loops += max(one[1] for one in both)
+            widths = [_widths(branch) for branch in branches]
+            width += max(one[0] for one in widths)
+            loops += max(one[1] for one in widths)
         elif code is not op.AT:
             width += 1
     return width, loops
@@ -130,8 +130,8 @@ class _Parts:
     def _either(self, branches: Any, after: str) -> Rule:  # noqa: ANN401
         if _is_shared(branches):
             return [(self._shared(branches), after)]
-        made = [sequence for branch in branches for sequence in self._first(branch, after)]
-        return list(dict.fromkeys(made))
+        sequences = [sequence for branch in branches for sequence in self._first(branch, after)]
+        return list(dict.fromkeys(sequences))
 
     def _first(self, items: Any, after: str) -> Rule:  # noqa: ANN401
         """Return the body of the rule that `then` would return."""

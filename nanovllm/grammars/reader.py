@@ -52,11 +52,11 @@ class SchemaReader(Document):
         """Return the alternatives of a conjunction; an empty list if nothing matches."""
         if (known := self._known.get(conj)) is not None:
             return known
-        made = [EVERYTHING]
+        alternatives = [EVERYTHING]
         for literal in conj:
-            made = self.product(made, self._literal(literal), self.path((literal,)))
-        self._known[conj] = made
-        return made
+            alternatives = self.product(alternatives, self._literal(literal), self.path((literal,)))
+        self._known[conj] = alternatives
+        return alternatives
 
     def settled(self, conj: Conj) -> list[Facts]:
         """Return the alternatives after handling negations that cannot be enforced.
@@ -79,23 +79,23 @@ class SchemaReader(Document):
         self._open.append(literal)
         try:
             if schema is False:
-                made = [] if literal > 0 else [EVERYTHING]
+                alternatives = [] if literal > 0 else [EVERYTHING]
             elif literal > 0:
-                made = self._alternatives(schema, path)
+                alternatives = self._alternatives(schema, path)
             else:
-                made = Opposite(self, schema, path).alternatives()
+                alternatives = Opposite(self, schema, path).alternatives()
         finally:
             self._open.pop()
-        self._known[key] = made
-        return made
+        self._known[key] = alternatives
+        return alternatives
 
     # -- one schema -----------------------------------------------------------------------------
 
-    def _alternatives(self, given: Schema, path: str) -> list[Facts]:
+    def _alternatives(self, schema: Schema, path: str) -> list[Facts]:
         for keyword in UNENFORCED:
-            if keyword in given and given[keyword] not in (True, {}):
+            if keyword in schema and schema[keyword] not in (True, {}):
                 self.inexact(path, repr(keyword))
-        made = self.keywords.own(given, path)
+        alternatives = self.keywords.own(schema, path)
         for keyword, read in (
             ("$ref", self._reference),
             ("allOf", self._all),
@@ -107,29 +107,31 @@ class SchemaReader(Document):
             ("dependentSchemas", self._dependent),
             ("dependencies", self._dependent),
         ):
-            if keyword in given:
-                made = read(given, keyword, f"{path}/{keyword}", made)
-        if "unevaluatedProperties" in given:
-            rest = self.conj(given["unevaluatedProperties"], f"{path}/unevaluatedProperties")
-            made = [
+            if keyword in schema:
+                alternatives = read(schema, keyword, f"{path}/{keyword}", alternatives)
+        if "unevaluatedProperties" in schema:
+            rest = self.conj(schema["unevaluatedProperties"], f"{path}/unevaluatedProperties")
+            alternatives = [
                 facts
                 if facts.object is None
                 else replace(facts, object=facts.object.and_(
                     Object((PropertyLayer({}, rest=rest, beside=evaluated(facts.object)),))))
-                for facts in made
+                for facts in alternatives
             ]  # fmt: skip
-        return made
+        return alternatives
 
     # -- keywords that apply schemas to the same value --------------------------------------------
 
-    def _reference(self, given: Schema, keyword: str, path: str, made: list[Facts]) -> list[Facts]:
-        for conj in self.target(given, path):
-            made = self.product(made, self.facts(conj), path)
-        return made
+    def _reference(
+        self, schema: Schema, keyword: str, path: str, alternatives: list[Facts]
+    ) -> list[Facts]:
+        for conj in self.target(schema, path):
+            alternatives = self.product(alternatives, self.facts(conj), path)
+        return alternatives
 
-    def target(self, given: Schema, path: str) -> list[Conj]:
+    def target(self, schema: Schema, path: str) -> list[Conj]:
         """Return the target of `$ref`; an empty list under best effort if there is none."""
-        reference = given["$ref"]
+        reference = schema["$ref"]
         try:
             if self._names is None:
                 self._names = Addresses(self._root)
@@ -145,19 +147,25 @@ class SchemaReader(Document):
             self.refuse(path, "must be a list of at least one schema")
         return [self.conj(branch, f"{path}/{i}") for i, branch in enumerate(branches)]
 
-    def _all(self, given: Schema, keyword: str, path: str, made: list[Facts]) -> list[Facts]:
-        for conj in self.listed(given["allOf"], path):
-            made = self.product(made, self.facts(conj), path)
-        return made
+    def _all(
+        self, schema: Schema, keyword: str, path: str, alternatives: list[Facts]
+    ) -> list[Facts]:
+        for conj in self.listed(schema["allOf"], path):
+            alternatives = self.product(alternatives, self.facts(conj), path)
+        return alternatives
 
-    def _any(self, given: Schema, keyword: str, path: str, made: list[Facts]) -> list[Facts]:
-        branches = self.listed(given["anyOf"], path)
-        return self.product(made, [f for conj in branches for f in self.facts(conj)], path)
+    def _any(
+        self, schema: Schema, keyword: str, path: str, alternatives: list[Facts]
+    ) -> list[Facts]:
+        branches = self.listed(schema["anyOf"], path)
+        return self.product(alternatives, [f for conj in branches for f in self.facts(conj)], path)
 
-    def _one(self, given: Schema, keyword: str, path: str, made: list[Facts]) -> list[Facts]:
+    def _one(
+        self, schema: Schema, keyword: str, path: str, alternatives: list[Facts]
+    ) -> list[Facts]:
         """Merge the negations of the other branches into each branch that may overlap with them."""
-        branches = self.listed(given["oneOf"], path)
-        matched = [self.product(made, self.facts(conj), path) for conj in branches]
+        branches = self.listed(schema["oneOf"], path)
+        matched = [self.product(alternatives, self.facts(conj), path) for conj in branches]
         alone = list(matched)
         if self.exact:
             for i in range(len(branches)):
@@ -170,11 +178,11 @@ class SchemaReader(Document):
                         self.inexact(path, "'oneOf' with branches that may match the same")
                         break
                     alone[i] = self.product(alone[i], opposite, path)
-        both = [facts for branch in alone for facts in branch]
-        if len(both) > MAX_ALTERNATIVES:
+        shared = [facts for branch in alone for facts in branch]
+        if len(shared) > MAX_ALTERNATIVES:
             self.inexact(path, f"more than {MAX_ALTERNATIVES} alternatives")
-            return made
-        return both
+            return alternatives
+        return shared
 
     def _are_apart(self, some: list[Facts], others: list[Facts], depth: int = 3) -> bool:
         """Return True if the two surely have no value in common. False if that is uncertain."""
@@ -207,31 +215,37 @@ class SchemaReader(Document):
         """Return the facts of all values that violate at least one schema. Raise InexactError."""
         return [silent(facts) for literal in conj for facts in self.facts((-literal,))]
 
-    def _not(self, given: Schema, keyword: str, path: str, made: list[Facts]) -> list[Facts]:
+    def _not(
+        self, schema: Schema, keyword: str, path: str, alternatives: list[Facts]
+    ) -> list[Facts]:
         try:
-            return self.product(made, self.opposite(self.conj(given["not"], path)), path)
+            return self.product(alternatives, self.opposite(self.conj(schema["not"], path)), path)
         except InexactError as error:
             self.inexact(path.removesuffix("/not"), f"'not' with {error}")
-            return made
+            return alternatives
 
-    def _if(self, given: Schema, keyword: str, path: str, made: list[Facts]) -> list[Facts]:
-        if "then" not in given and "else" not in given:
-            return made
+    def _if(
+        self, schema: Schema, keyword: str, path: str, alternatives: list[Facts]
+    ) -> list[Facts]:
+        if "then" not in schema and "else" not in schema:
+            return alternatives
         place = path.removesuffix("/if")
-        condition = self.conj(given["if"], path)
-        then = self.conj(given.get("then", True), f"{place}/then")
-        other = self.conj(given.get("else", True), f"{place}/else")
+        condition = self.conj(schema["if"], path)
+        then = self.conj(schema.get("then", True), f"{place}/then")
+        other = self.conj(schema.get("else", True), f"{place}/else")
         try:
             holds = self.product(self.facts(condition), self.facts(then), path)
             fails = self.product(self.opposite(condition), self.facts(other), path)
         except InexactError as error:
             self.inexact(place, f"'if' with {error}")
-            return made
-        return self.product(made, holds + fails, path)
+            return alternatives
+        return self.product(alternatives, holds + fails, path)
 
-    def _dependent(self, given: Schema, keyword: str, path: str, made: list[Facts]) -> list[Facts]:
+    def _dependent(
+        self, schema: Schema, keyword: str, path: str, alternatives: list[Facts]
+    ) -> list[Facts]:
         """Allow either an object without the property, or one that satisfies the dependency."""
-        needs = given[keyword]
+        needs = schema[keyword]
         if not isinstance(needs, dict):
             self.refuse(path, "must be an object")
         for name, needed in needs.items():
@@ -245,8 +259,8 @@ class SchemaReader(Document):
             lacks = replace(EVERYTHING, object=Object((PropertyLayer({name: (1,)}, closes=False),)))
             holds = [replace(facts, null=False, booleans=(), number=None, text=None, array=None)
                      for facts in holds if facts.object]  # fmt: skip
-            made = self.product(made, [lacks, *holds], path)
-        return made
+            alternatives = self.product(alternatives, [lacks, *holds], path)
+        return alternatives
 
 
 def silent(facts: Facts) -> Facts:
@@ -257,9 +271,9 @@ def silent(facts: Facts) -> Facts:
     return replace(facts, object=replace(facts.object, layers=layers))
 
 
-def evaluated(given: Object) -> tuple[PropertyLayer, ...]:
+def evaluated(facts: Object) -> tuple[PropertyLayer, ...]:
     """Return the layers of schemas that hold, without those from negations."""
-    return tuple(layer for layer in given.layers if layer.closes)
+    return tuple(layer for layer in facts.layers if layer.closes)
 
 
 def is_no_text(text: String) -> bool:

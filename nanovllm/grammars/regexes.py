@@ -45,14 +45,14 @@ _LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 @lru_cache(maxsize=512)
 def found(pattern: str) -> Dfa:
     """Return the automaton of texts that contain a match. Raise PatternError."""
-    made = _Nfa()
-    return _deterministic(made, made.build([list(parsed(pattern))], made.state()))
+    nfa = _Nfa()
+    return _deterministic(nfa, nfa.build([list(parsed(pattern))], nfa.state()))
 
 
 def anchored(items: list[Any]) -> Dfa:
     """Return the automaton of texts that these parts match from end to end."""
-    made = _Nfa()
-    return _deterministic(made, made.build([[_BEGINNING, *items, _ENDING]], made.state()))
+    nfa = _Nfa()
+    return _deterministic(nfa, nfa.build([[_BEGINNING, *items, _ENDING]], nfa.state()))
 
 
 @lru_cache(maxsize=512)
@@ -233,12 +233,12 @@ class _Subsets:
         targets = {to for moves in nfa.by_class for _, to in moves}
         self._free = {at: self._closed([at]) for at in targets}
 
-    def _closed(self, states: Iterable[int], *more: dict[int, list[int]]) -> StateSet:
+    def _closed(self, states: Iterable[int], *extra: dict[int, list[int]]) -> StateSet:
         known = set(states)
         waiting = list(known)
         while waiting:
             at = waiting.pop()
-            others = (to for moves in more for to in moves.get(at, ()))
+            others = (to for moves in extra for to in moves.get(at, ()))
             new = {to for to in (*self._nfa.free[at], *others) if to not in known}
             known |= new
             waiting += new

@@ -94,15 +94,15 @@ class Rules:
         if key in self._known:
             return self._known[key]
         if high is None:
-            made = self.add("text", [(r'"\""', self._counted(low, None, end))])
+            name = self.add("text", [(r'"\""', self._counted(low, None, end))])
         elif high <= MANY:
-            made = self.add("text", [(r'"\""', self._counted(low, high, end))])
+            name = self.add("text", [(r'"\""', self._counted(low, high, end))])
         else:
             inner = self._counted(low, None, "", closing=end)
             body = self.add("body", [(inner,)], mark=f"max_chars={high}")
-            made = self.add("text", [(r'"\""', body, r'"\""')])
-        self._known[key] = made
-        return made
+            name = self.add("text", [(r'"\""', body, r'"\""')])
+        self._known[key] = name
+        return name
 
     def _counted(self, low: int, high: int | None, end: str, closing: str = "") -> str:
         """Return the rule for the rest of a string: characters and, with `end`, the closing quote.
@@ -181,7 +181,7 @@ class Rules:
 
     def _moves(self, ranges: Ranges, to: str, *, in_json: bool, free: str) -> Rule:
         """Return alternatives for one of these characters, followed by rule `to`."""
-        made: Rule = []
+        rule: Rule = []
         if not in_json:
             return [(class_text(without(ranges, ((0xD800, 0xDFFF),))), to)]
         plain = without(ranges, _SPECIAL)
@@ -189,19 +189,19 @@ class Rules:
             for number, group in enumerate((*GROUPS, without(inverted(_GROUPED), _SPECIAL))):
                 if not without(group, plain):
                     plain = without(plain, group)
-                    made.append((self._shared(number, group, to),))
+                    rule.append((self._shared(number, group, to),))
         if plain:
-            made.append((class_text(plain), to))
+            rule.append((class_text(plain), to))
         special = [c for low, high in ranges for c in range(low, min(high, 0x5C) + 1)
                    if c < 0x20 or c in ESCAPES]  # fmt: skip
         if len(special) == 0x22:
-            return [*made, (r'"\\"', self.basic("escape"), to)]
+            return [*rule, (r'"\\"', self.basic("escape"), to)]
         if short := [ESCAPES[c] for c in special if c in ESCAPES]:
-            made.append((r'"\\"', f"[{''.join(short)}]", to))
+            rule.append((r'"\\"', f"[{''.join(short)}]", to))
         for code in special:
             if code not in ESCAPES:
-                made.append((f'"\\\\u{code:04x}"', to))
-        return made
+                rule.append((f'"\\\\u{code:04x}"', to))
+        return rule
 
     def _shared(self, number: int, group: Ranges, to: str) -> str:
         key = ("group", number, to)
@@ -313,18 +313,18 @@ def _code(code: int) -> str:
 
 
 def without(ranges: Ranges, others: Ranges) -> Ranges:
-    made = []
+    remaining = []
     for begin, end in ranges:
         low = begin
         for a, b in others:
             if b < low or a > end:
                 continue
             if a > low:
-                made.append((low, a - 1))
+                remaining.append((low, a - 1))
             low = b + 1
         if low <= end:
-            made.append((low, end))
-    return tuple(made)
+            remaining.append((low, end))
+    return tuple(remaining)
 
 
 _CHARS = {

@@ -125,23 +125,23 @@ class Grammar:
     def typed(self, facts: Facts, path: str) -> Rule:
         if facts is EVERYTHING:
             return [(self.rules.basic("any"),)]
-        made: Rule = [('"null"',)] if facts.null else []
-        made += [('"true"' if value else '"false"',) for value in facts.booleans]
-        made += [(self.number(facts.number, path),)] if facts.number else []
-        made += [(self.string(facts.text, path),)] if facts.text else []
+        rule: Rule = [('"null"',)] if facts.null else []
+        rule += [('"true"' if value else '"false"',) for value in facts.booleans]
+        rule += [(self.number(facts.number, path),)] if facts.number else []
+        rule += [(self.string(facts.text, path),)] if facts.text else []
         if facts.array:
             try:
-                made += self.array(facts.array)
+                rule += self.array(facts.array)
             except InexactError as error:
                 self.reader.inexact(path, str(error))
-                made += self.array(replace(facts.array, contains=()))
+                rule += self.array(replace(facts.array, contains=()))
         if facts.object:
             try:
-                made += self.object(facts.object, path)
+                rule += self.object(facts.object, path)
             except (InexactError, PatternError) as error:
                 self.reader.inexact(path, str(error))
-                made += self.object(facts.object.simple(), path)
-        return made
+                rule += self.object(facts.object.simple(), path)
+        return rule
 
     def number(self, number: Number, path: str) -> str:
         if number.values is not None:
@@ -167,8 +167,8 @@ class Grammar:
 
     def _string(self, text: String, path: str) -> str:
         try:
-            if (made := self._alone(text)) is not None:
-                return made
+            if (rule := self._alone(text)) is not None:
+                return rule
             if text.values is not None:
                 return self.rules.words(texts.words_of(text))
             if not text.patterns and not text.formats and not text.excluded:
@@ -208,9 +208,9 @@ class Grammar:
         except PatternError:
             return None
 
-    def object(self, given: Object, path: str) -> Rule:
+    def object(self, facts: Object, path: str) -> Rule:
         """Return the alternatives for an object. Raise InexactError."""
-        members = self._objects.members(given, path)
+        members = self._objects.members(facts, path)
         if members not in self._members:
             pairs: list[Sequence] = [
                 (key_text(one.name), "colon", self.value(one.conj)) for one in members.properties
@@ -236,35 +236,37 @@ class Grammar:
             items.append(self.value(reduce(both, parts, ANYTHING)))
         other = self.value(rest)
         low, high = array.low, array.high
-        made: Rule = [] if low else [('"["', "ws", '"]"')]
+        rule: Rule = [] if low else [('"["', "ws", '"]"')]
         if high == 0:
-            return made
+            return rule
         tail = self._tail(max(first, 1), other, low, high)
         for i in range(first - 1, 0, -1):
             if high is not None and i >= high:
                 tail = self.rules.add("tail", [('""',)])
                 continue
-            more: Rule = [("comma", items[i], tail)]
-            tail = self.rules.add("tail", more if i < low else [('""',), *more])
-        return [*made, ('"["', "ws", items[0] if items else other, tail, "ws", '"]"')]
+            following: Rule = [("comma", items[i], tail)]
+            tail = self.rules.add("tail", following if i < low else [('""',), *following])
+        return [*rule, ('"["', "ws", items[0] if items else other, tail, "ws", '"]"')]
 
     def _tail(self, there: int, other: str, low: int, high: int | None) -> str:
-        more = self.rules.add("item", [("comma", other)])
+        next_items = self.rules.add("item", [("comma", other)])
         least = max(0, low - there)
         if high is not None and high <= there:
             return self.rules.add("tail", [('""',)])
         if high is not None:
-            return self.rules.add("tail", [(f"{more}{{{least},{high - there}}}",)])
+            return self.rules.add("tail", [(f"{next_items}{{{least},{high - there}}}",)])
         loop = self.rules.name("loop")
-        self.rules.bodies[loop] = [('""',), (more, loop)]
-        return self.rules.add("tail", [(f"{more}{{{least},{least}}}", loop)]) if least else loop
+        self.rules.bodies[loop] = [('""',), (next_items, loop)]
+        return (
+            self.rules.add("tail", [(f"{next_items}{{{least},{least}}}", loop)]) if least else loop
+        )
 
     def _containing(self, array: Array, rest: Conj, first: int) -> Rule:
         if len(array.contains) > 1 or first or array.low > 1 or array.high is not None:
             raise InexactError("'contains' beside other keywords of arrays")
         other = self.value(rest)
-        wanted = self.value(both(rest, array.contains[0]))
+        contained = self.value(both(rest, array.contains[0]))
         before, behind = self.rules.name("loop"), self.rules.name("loop")
         self.rules.bodies[before] = [('""',), (other, "comma", before)]
         self.rules.bodies[behind] = [('""',), ("comma", other, behind)]
-        return [('"["', "ws", before, wanted, behind, "ws", '"]"')]
+        return [('"["', "ws", before, contained, behind, "ws", '"]"')]

@@ -44,8 +44,12 @@ def sequence(*elements: Format) -> Format:
 
     Only empty constants are dropped, since a client's format may be any JSON.
     """
-    kept = [element for element in elements if element != constant("")]
-    return {"type": "sequence", "elements": kept} if kept[1:] else next(iter(kept), constant(""))
+    elements_left = [element for element in elements if element != constant("")]
+    return (
+        {"type": "sequence", "elements": elements_left}
+        if elements_left[1:]
+        else next(iter(elements_left), constant(""))
+    )
 
 
 def optional(*elements: Format) -> Format:
@@ -77,24 +81,24 @@ class Parameters:
 
     def form(self) -> Format:
         """Return the format of all parameters. Raise SchemaError."""
-        found = []
+        forms = []
         for facts in self._reader.settled(self._conj):
             try:
                 form = self._object(facts.object) if facts.object else None
             except (InexactError, PatternError) as error:
                 self._reader.inexact("#", str(error))
                 form = self._object(facts.object.simple()) if facts.object else None
-            found += [form] if form else []
-        if not found:
+            forms += [form] if form else []
+        if not forms:
             self._reader.refuse("#", "must be an object's")
-        return either(*found)
+        return either(*forms)
 
-    def _object(self, given: Object) -> Format | None:
+    def _object(self, facts: Object) -> Format | None:
         """Return the format for one alternative, or None if nothing matches."""
-        parts, others = Objects(self._reader).parts(given, "#")
-        if given.low > len(given.required) or given.high is not None:
+        parts, others = Objects(self._reader).parts(facts, "#")
+        if facts.low > len(facts.required) or facts.high is not None:
             self._reader.inexact("#", "'minProperties' or 'maxProperties' of parameters")
-        made = []
+        members = []
         for name, conj, is_required in parts:
             value = self._value(conj)
             if value is None and is_required:
@@ -106,9 +110,9 @@ class Parameters:
                 raise SchemaError(self._where, text)
             begin = self._spell(self._before.replace("NAME", name))
             join = sequence if is_required else optional
-            made.append(join(*begin, value, *self._spell(self._after)))
-        made += [self._more(names, conj) for names, conj in others]
-        return sequence(*made)
+            members.append(join(*begin, value, *self._spell(self._after)))
+        members += [self._more(names, conj) for names, conj in others]
+        return sequence(*members)
 
     def _more(self, names: Dfa, conj: Conj) -> Format:
         """Return the format for any number of unnamed parameters."""
@@ -163,5 +167,5 @@ class Parameters:
         body = rules.dfa(dfa, in_json=False)
         if high is not None:
             body = rules.add("text", [(rules.add("body", [(body,)], mark=f"max_chars={high}"),)])
-        made = rules.text(body)
-        return None if made is None else grammar(made)
+        rule = rules.text(body)
+        return None if rule is None else grammar(rule)

@@ -32,12 +32,12 @@ SLACK = 3  # characters beyond the least that a text needs to end
 
 def automaton(text: String) -> Dfa:
     """Return the automaton of all matching strings. Raise PatternError."""
-    made = loose(replace(text, values=None, low=0, high=None), exact=True)[0]
+    dfa = loose(replace(text, values=None, low=0, high=None), exact=True)[0]
     if text.values is not None:
-        return words(v for v in words_of(text) if made.accepts(v))
+        return words(v for v in words_of(text) if dfa.accepts(v))
     if text.low or text.high is not None:
-        made = intersection(made, lengths(text.low, text.high))
-    return made
+        dfa = intersection(dfa, lengths(text.low, text.high))
+    return dfa
 
 
 def alone(text: String) -> str | None:
@@ -73,13 +73,13 @@ def weighed(pattern: str) -> tuple[bool, int]:
 def words_of(text: String) -> list[str]:
     """Return the allowed values that match the other constraints, not narrowed as by `loose`."""
     high = text.high
-    kept = [
+    words = [
         v for v in text.values or () if text.low <= len(v) <= (len(v) if high is None else high)
     ]
     dfas = [(found(pattern), is_found) for pattern, is_found in text.patterns]
     return [
         value
-        for value in kept
+        for value in words
         if value not in text.excluded
         and all(dfa.accepts(value) == right for dfa, right in dfas)
         and all(re.fullmatch(FORMATS[name], value) for name in text.formats)
@@ -103,25 +103,25 @@ def loose(
             dfa, high = loosened(pattern)
             dfas.append(dfa)
             highs += [] if high is None else [high]
-    made = reduce(intersection, dfas, ANYTHING)
+    joined = reduce(intersection, dfas, ANYTHING)
     if text.excluded:
-        made = difference(made, words(text.excluded))
-    num_states = len(made.edges)
+        joined = difference(joined, words(text.excluded))
+    num_states = len(joined.edges)
     if text.low:
         if text.low > MOST_COUNTED:
             raise TooLargeError(f"a length of at least {text.low}")
-        made = intersection(made, lengths(text.low, None))
+        joined = intersection(joined, lengths(text.low, None))
     high = min(highs, default=None)
-    longest = longest_of(made)
+    longest = longest_of(joined)
     if high is None or (longest is not None and longest <= high):
-        return made, None
-    if high > MANY and may_end_at(made, high):
-        return made, high
+        return joined, None
+    if high > MANY and may_end_at(joined, high):
+        return joined, high
     cases = max(LEAST_CASES, most_cases) // num_states
-    slack = max(distances(made)) + SLACK
-    if cases < high and slack < high // 2 and dwells(made):
-        return ending_within(made, slack), high - slack
-    return intersection(made, lengths(0, min(high, cases + shortest(made)))), None
+    slack = max(distances(joined)) + SLACK
+    if cases < high and slack < high // 2 and dwells(joined):
+        return ending_within(joined, slack), high - slack
+    return intersection(joined, lengths(0, min(high, cases + shortest(joined)))), None
 
 
 def distances(dfa: Dfa) -> list[int]:
@@ -174,10 +174,10 @@ def shortest(dfa: Dfa) -> int:
 
 def is_cut_short(text: String) -> bool:
     """Return True if the length must be counted together with the other constraints."""
-    made, _ = loose(replace(text, high=None))
-    longest, high = longest_of(made), text.high or 0
+    dfa, _ = loose(replace(text, high=None))
+    longest, high = longest_of(dfa), text.high or 0
     is_kept = longest is not None and longest <= high
-    return high > MANY and not is_kept and not may_end_at(made, high)
+    return high > MANY and not is_kept and not may_end_at(dfa, high)
 
 
 def longest_of(dfa: Dfa) -> int | None:

@@ -147,8 +147,8 @@ class EngineClient:
             raise EngineLostError
         answer = self._changes[message.number] = asyncio.get_running_loop().create_future()
         self._connection.send(message)
-        found: AdapterAnswer = await answer
-        return found.error
+        result: AdapterAnswer = await answer
+        return result.error
 
     def close(self) -> None:
         self._connection.close()

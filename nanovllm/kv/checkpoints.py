@@ -57,8 +57,8 @@ class Checkpoints:
     def along(self, keys: PageKeys, most: int) -> Iterator[Checkpoint]:
         """Yield the checkpoints of the first `most` tokens of a text, the longest first."""
         for index in reversed(range(most // self.page_tokens)):
-            if (found := self._of.get(keys.full(index))) is not None:
-                yield found
+            if (checkpoint := self._of.get(keys.full(index))) is not None:
+                yield checkpoint
 
     def longest(self, keys: PageKeys, most: int) -> Checkpoint | None:
         return next(self.along(keys, most), None)

@@ -67,12 +67,12 @@ def break_even(token_s: float, bytes_per_token: int) -> dict[str, float]:
 
     `token_s` is the time to compute a token. A load that never pays is left out.
     """
-    found = {}
+    lengths = {}
     for source, rates in (("host memory", [HOST_RATE]), ("disk", [HOST_RATE, DISK_RATE])):
         saved_s = token_s - sum(bytes_per_token / rate for rate in rates)
         if saved_s > 0:
-            found[source] = START_S / saved_s
-    return found
+            lengths[source] = START_S / saved_s
+    return lengths
 
 
 def median(values: Iterable[float]) -> float:

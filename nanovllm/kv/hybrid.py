@@ -102,22 +102,23 @@ class HybridMemory(TieredMemory):
         *,
         may_load: bool = False,
     ) -> Found | None:
-        found = super().admit(request_id, keys, reserve, may_load=may_load)
-        if found is None:
+        prefix = super().admit(request_id, keys, reserve, may_load=may_load)
+        if prefix is None:
             return None
-        text = self._texts[request_id] = SavedText(keys, found.num_cached, slot)
-        start = self.states.longest(keys, found.num_cached)
-        if start is not None and not found.ticket:
+        text = self._texts[request_id] = SavedText(keys, prefix.num_cached, slot)
+        start = self.states.longest(keys, prefix.num_cached)
+        if start is not None and not prefix.ticket:
             self.states.restore(start)
         known = keys.num_known * self.page_tokens
-        if self._is_worth(known - found.num_cached) and any(self.states.beyond(start, keys, known)):
+        is_worth = self._is_worth(known - prefix.num_cached)
+        if is_worth and any(self.states.beyond(start, keys, known)):
             text.fork = known
-        if found.ticket and found.checkpoint < 0:
-            self._fetches[found.ticket] = keys, found.num_cached
-        if found.ticket:  # only the pages on the device are cached before the load has ended
+        if prefix.ticket and prefix.checkpoint < 0:
+            self._fetches[prefix.ticket] = keys, prefix.num_cached
+        if prefix.ticket:  # only the pages on the device are cached before the load has ended
             named = self._holdings[request_id].num_named
-            return found._replace(num_cached=named * self.page_tokens)
-        return found
+            return prefix._replace(num_cached=named * self.page_tokens)
+        return prefix
 
     def _is_worth(self, spared: int) -> bool:
         return self.prefix and spared >= self.page_tokens
@@ -135,7 +136,7 @@ class HybridMemory(TieredMemory):
 
     def _find_on_tiers(self, keys: PageKeys) -> tuple[Found, list[Key]]:
         """Return the longest prefix that ends at a checkpoint, here or on the tier below."""
-        found, size = self.find(keys), self.page_tokens
+        prefix, size = self.find(keys), self.page_tokens
         pages = KVMemory.find(self, keys, copies=False).pages
         below = self.tier.following(keys, len(pages), self._most_shared(keys))
         known = len(pages) + len(below)
@@ -144,25 +145,25 @@ class HybridMemory(TieredMemory):
         for end in range(known, own, -1) if self.tier.below is not None else ():
             loads = below[: max(end - len(pages), 0)]
             if parts := self.tier.state_keys(keys.full(end - 1), len(loads)):
-                spared = end * size - found.num_cached
+                spared = end * size - prefix.num_cached
                 if self.states.may_take(end * size) and self._worthwhile([*loads, *parts], spared):
                     return Found(pages[:end], end * size), loads
                 break
         if state is None or state.num_tokens <= len(pages) * size:
-            return found, []
+            return prefix, []
         loads = below[: state.num_tokens // size - len(pages)]
-        if not self._worthwhile(loads, state.num_tokens - found.num_cached):
-            return found, []
+        if not self._worthwhile(loads, state.num_tokens - prefix.num_cached):
+            return prefix, []
         return Found(pages, state.num_tokens, checkpoint=state.id), loads
 
     def _state_to_fetch(
-        self, found: Found, keys: PageKeys, loads: list[Key]
+        self, prefix: Found, keys: PageKeys, loads: list[Key]
     ) -> tuple[int, list[Key]]:
-        if found.checkpoint >= 0 or not found.num_cached:
+        if prefix.checkpoint >= 0 or not prefix.num_cached:
             return -1, []
-        end = keys.full(found.num_cached // self.page_tokens - 1)
+        end = keys.full(prefix.num_cached // self.page_tokens - 1)
         parts = self.tier.state_keys(end, len(loads))
-        return self.states.take(found.num_cached), parts
+        return self.states.take(prefix.num_cached), parts
 
     def moved(self, moved: Moved) -> tuple[int, bool]:
         load = self.tier.loads.get(moved.ticket)
@@ -205,12 +206,12 @@ class HybridMemory(TieredMemory):
         return super().taken_moves()
 
     def arrived(self, request_id: int) -> Found | None:
-        found, keys = super().arrived(request_id), self._holdings[request_id].keys
-        state = None if found is None else self.states.get(keys.last(found.num_cached))
-        if found is None or state is None:
+        arrived, keys = super().arrived(request_id), self._holdings[request_id].keys
+        state = None if arrived is None else self.states.get(keys.last(arrived.num_cached))
+        if arrived is None or state is None:
             return None
         self.states.restore(state)
-        return found._replace(checkpoint=state.id)
+        return arrived._replace(checkpoint=state.id)
 
     def reach(self, keys: PageKeys) -> tuple[int, int]:
         most, saved = len(keys.tokens) - 1, self._unpublished.items()

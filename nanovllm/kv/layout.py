@@ -81,5 +81,5 @@ class CacheLayout(Struct, frozen=True):
     def followed_by(self, other: CacheLayout) -> CacheLayout:
         """Return the layout with the paged layers of another model after those of this one."""
         first = self.num_layers
-        more = [replace(g, layers=tuple(first + n for n in g.layers)) for g in other.paged]
-        return replace(self, paged=(*self.paged, *more))
+        shifted = [replace(g, layers=tuple(first + n for n in g.layers)) for g in other.paged]
+        return replace(self, paged=(*self.paged, *shifted))

@@ -125,31 +125,31 @@ class KVMemory:
             return None
         loads: list[Key] = []
         if self.has_tiers and may_load:
-            found, loads = self._find_on_tiers(keys)
+            prefix, loads = self._find_on_tiers(keys)
         else:
-            found = self.find(keys)
-        blank = self._hold(found, total, reserve)
-        if blank is None and found.source:  # without the copy, one page less is needed
-            found = self.find(keys, copies=False)
-            blank = self._hold(found, total, reserve)
+            prefix = self.find(keys)
+        blank = self._hold(prefix, total, reserve)
+        if blank is None and prefix.source:  # without the copy, one page less is needed
+            prefix = self.find(keys, copies=False)
+            blank = self._hold(prefix, total, reserve)
         if blank is None:
             keys.refused_at = self._num_releases
             return None
-        self._holdings[request_id] = Holding(keys, found.pages + blank, len(found.pages))
-        ticket = self._use(request_id, found, loads) if self.has_tiers else 0
-        return found._replace(pages=found.pages + blank, ticket=ticket)
+        self._holdings[request_id] = Holding(keys, prefix.pages + blank, len(prefix.pages))
+        ticket = self._use(request_id, prefix, loads) if self.has_tiers else 0
+        return prefix._replace(pages=prefix.pages + blank, ticket=ticket)
 
-    def _hold(self, found: Found, total: int, reserve: int) -> list[int] | None:
-        """Hold the pages in `found`. Return the blank pages up to `total`, or None if too few."""
-        held = [*found.pages, found.source] if found.source else found.pages
-        missing = total - len(found.pages)
+    def _hold(self, prefix: Found, total: int, reserve: int) -> list[int] | None:
+        """Hold the pages in `prefix`. Return the blank pages up to `total`, or None if too few."""
+        held = [*prefix.pages, prefix.source] if prefix.source else prefix.pages
+        missing = total - len(prefix.pages)
         for page in held:
             self.pool.hold(page)
         blank = self._take(missing) if missing + reserve <= self.pool.num_free else None
         if blank is None:
             self._drop(held)
-        elif found.source:
-            self._sources.append(found.source)
+        elif prefix.source:
+            self._sources.append(prefix.source)
         return blank
 
     def find(self, keys: PageKeys, *, copies: bool = True) -> Found:
@@ -173,7 +173,7 @@ class KVMemory:
         """
         raise NotImplementedError
 
-    def _use(self, request_id: int, found: Found, loads: list[Key]) -> int:
+    def _use(self, request_id: int, prefix: Found, loads: list[Key]) -> int:
         """Start the load of an admitted request. Return its ticket; 0 without `loads`."""
         raise NotImplementedError
 
@@ -185,14 +185,14 @@ class KVMemory:
         """Return True if copying a partly filled last page could save tokens."""
         return self.prefix and (len(keys.tokens) - 1) % self.page_tokens > 0
 
-    def _may_fit(self, keys: PageKeys, wanted: int) -> bool:
+    def _may_fit(self, keys: PageKeys, num_pages: int) -> bool:
         """Return False if admission cannot succeed yet.
 
         Called in every step for the head of the queue, so it must be cheap. After a refusal,
         nothing changes until pages are released or more of the text is cached.
         """
         before = keys.num_known
-        if wanted - self._count_known(keys) > self.pool.num_free:
+        if num_pages - self._count_known(keys) > self.pool.num_free:
             return False
         return keys.num_known > before or keys.refused_at != self._num_releases
 

@@ -37,12 +37,12 @@ Work = tuple[int, float, list[Change]]  # number of the batch, its time, its cha
 class EventPublisher:
     """Owner of the sockets and threads of one engine."""
 
-    def __init__(self, asked: KvEvents, topic: str, engine: int, writer: EventWriter) -> None:
+    def __init__(self, options: KvEvents, topic: str, engine: int, writer: EventWriter) -> None:
         """`engine` is the number of this engine. Raise ConfigError if a port cannot be used."""
         self._topic = topic.encode()
         self._rank = engine
         self._writer = writer
-        self._most = asked.buffer_steps
+        self._most = options.buffer_steps
         self._numbers = count(1)  # 0 is the batch that clears
         self._dropped = False  # the warning has been logged
         self._queue = queue.SimpleQueue[Work | None]()
@@ -50,8 +50,8 @@ class EventPublisher:
         self._lock = threading.Lock()  # of _latest
         self._context = zmq.Context()
         try:
-            pub = self._bound(zmq.PUB, asked.endpoint, "endpoint")
-            replay = self._bound(zmq.ROUTER, asked.replay, "replay")
+            pub = self._bound(zmq.PUB, options.endpoint, "endpoint")
+            replay = self._bound(zmq.ROUTER, options.replay, "replay")
         except ConfigError:
             self._context.destroy(linger=0)
             raise
@@ -63,7 +63,7 @@ class EventPublisher:
         for thread in threads:
             thread.daemon = True
             thread.start()
-        log.info("kv_events: %s is published at %s", topic, asked.endpoint)
+        log.info("kv_events: %s is published at %s", topic, options.endpoint)
 
     def _bound(self, kind: int, address: str | None, key: str) -> zmq.Socket[bytes] | None:
         if address is None:

@@ -95,8 +95,10 @@ class Split(NamedTuple):
             fitting = int(gib * 2**30 / state)
             count = given_or(cache.checkpoints, fitting if cache.prefix else 0)
             if (least := max(1, count)) > fitting:
-                taken = f"at least {-(-1000 * least * state // 2**30) / 1000} for {least} states"
-                raise ConfigError(f"cache.checkpoint_host_gib is {gib:g}; it must be 0, or {taken}")
+                needed = f"at least {-(-1000 * least * state // 2**30) / 1000} for {least} states"
+                raise ConfigError(
+                    f"cache.checkpoint_host_gib is {gib:g}; it must be 0, or {needed}"
+                )
             return count
         share = fraction_of(cache, layout)
         pages = (self.pages + 1) * self.page_tokens * layout.bytes_per_token
@@ -137,17 +139,19 @@ class Split(NamedTuple):
         keys and values of its tokens without unused room in the last page.
         """
         layout, size = self.layout, self.page_tokens
-        found: dict[str, float] = {"pages": self.pages, "tokens": self.pages * size}
+        numbers: dict[str, float] = {"pages": self.pages, "tokens": self.pages * size}
         if below := num_host_pages(self.cache, layout, size):
             each = host_page_bytes(layout, size)
-            found |= {"pages in host memory": below, "tokens in host memory": below * size}
-            found["all pages in the host's memory, GiB"] = ranks * below * each / 2**30
+            numbers |= {"pages in host memory": below, "tokens in host memory": below * size}
+            numbers["all pages in the host's memory, GiB"] = ranks * below * each / 2**30
         if state := layout.bytes_per_state:
-            found |= {"checkpoints": self.checkpoints, "a state, MiB": state / 2**20}
-            found["all checkpoints in the host's memory, GiB"] = ranks * self.host_bytes / 2**30
+            numbers |= {"checkpoints": self.checkpoints, "a state, MiB": state / 2**20}
+            numbers["all checkpoints in the host's memory, GiB"] = ranks * self.host_bytes / 2**30
             for length in lengths:
-                taken = state - (-length // size) * size * layout.bytes_per_token
+                state_overhead = state - (-length // size) * size * layout.bytes_per_token
                 least = state + length * layout.bytes_per_token
-                found[f"a request of {length:,}, MiB"] = taken / 2**20
-                found[f"a request of {length:,}, % above the least"] = 100 * (taken / least - 1)
-        return found
+                numbers[f"a request of {length:,}, MiB"] = state_overhead / 2**20
+                numbers[f"a request of {length:,}, % above the least"] = 100 * (
+                    state_overhead / least - 1
+                )
+        return numbers

@@ -39,14 +39,14 @@ class StoreQueue:
         The pages that the present plan fills come later, since it has not been launched. They may
         also be in the queue, if they had the same text before.
         """
-        found: dict[Key, int] = {}
+        stores: dict[Key, int] = {}
         unfilled = {key for key, _ in self._fresh}
-        while self._queue and len(found) < room:
+        while self._queue and len(stores) < room:
             key, page = self._queue.popleft()
             if is_needed(key) and key not in unfilled:
-                found[key] = page
+                stores[key] = page
         fresh, self._fresh = self._fresh, []
         for key, page in fresh:
             if is_needed(key):
                 self.note(key, page, is_issued=True)
-        return found
+        return stores

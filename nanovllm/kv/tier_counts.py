@@ -26,10 +26,10 @@ COUNTERS = (
 )
 
 
-def named(found: Mapping[str, float], below: Below | None) -> dict[str, float]:
+def named(values: Mapping[str, float], below: Below | None) -> dict[str, float]:
     """Return the counts with those that are still 0, under the name of the tier below."""
     names = [name for name in COUNTERS if below or not name.startswith("disk.")]
-    all_counts = {**dict.fromkeys(names, 0.0), **found}
+    all_counts = {**dict.fromkeys(names, 0.0), **values}
     if below is None:
         return all_counts
     all_counts |= below.page_counts()

@@ -37,15 +37,15 @@ class TieredMemory(KVMemory):
     # -- admission --------------------------------------------------------------------------
 
     def _find_on_tiers(self, keys: PageKeys) -> tuple[Found, list[Key]]:
-        found = self.find(keys)
-        if found.source:
-            return found, []
-        loads = self.tier.following(keys, len(found.pages), self._most_shared(keys))
-        taken = self._worthwhile(loads, len(loads) * self.page_tokens)
-        if not taken and self.tier.num_fetched(loads):  # perhaps without the tier below
+        prefix = self.find(keys)
+        if prefix.source:
+            return prefix, []
+        loads = self.tier.following(keys, len(prefix.pages), self._most_shared(keys))
+        num_loaded = self._worthwhile(loads, len(loads) * self.page_tokens)
+        if not num_loaded and self.tier.num_fetched(loads):  # perhaps without the tier below
             own = next(i for i, key in enumerate(loads) if key not in self.tier)
-            taken = self._worthwhile(loads[:own], own * self.page_tokens)
-        return found, taken
+            num_loaded = self._worthwhile(loads[:own], own * self.page_tokens)
+        return prefix, num_loaded
 
     def _worthwhile(self, loads: list[Key], num_tokens: int) -> list[Key]:
         """Return `loads` if they save `num_tokens` in less time than computing these takes."""
@@ -55,7 +55,7 @@ class TieredMemory(KVMemory):
         self.tier.costs.declined(self.tier.num_fetched(loads))
         return []
 
-    def _use(self, request_id: int, found: Found, loads: list[Key]) -> int:
+    def _use(self, request_id: int, prefix: Found, loads: list[Key]) -> int:
         """Also count the hits, and queue pages for a store that are on the device alone.
 
         A load replaces the content of its pages, so the next plan must not zero them meanwhile.
@@ -63,12 +63,12 @@ class TieredMemory(KVMemory):
         tier, holding = self.tier, self._holdings[request_id]
         own = [holding.keys.full(i) for i in range(holding.num_named)]
         tier.touch(reversed(own))
-        for key, page in zip(own, found.pages, strict=True):
+        for key, page in zip(own, prefix.pages, strict=True):
             tier.note(key, page, is_issued=True)
-        cached = found.num_cached if found.source else len(own) * self.page_tokens
+        cached = prefix.num_cached if prefix.source else len(own) * self.page_tokens
         tier.counts["asked_tokens"] += len(holding.keys.tokens)
         tier.counts["gpu.hit_tokens"] += cached
-        state_to, parts = self._state_to_fetch(found, holding.keys, loads)
+        state_to, parts = self._state_to_fetch(prefix, holding.keys, loads)
         if not loads and not parts:
             return 0
         pages = holding.pages[len(own) : len(own) + len(loads)]
@@ -82,7 +82,7 @@ class TieredMemory(KVMemory):
         )
 
     def _state_to_fetch(
-        self, found: Found, keys: PageKeys, loads: list[Key]
+        self, prefix: Found, keys: PageKeys, loads: list[Key]
     ) -> tuple[int, list[Key]]:
         """Return the checkpoint for a state that a load brings, and the keys of its parts."""
         return -1, []

@@ -95,7 +95,7 @@ class HostTier:
 
         They are kept here, or on the tier below if it can be read and slots for them can be had.
         """
-        found: list[Key] = []
+        keys_below: list[Key] = []
         num_fetched = 0
         room = self._num_blank() if self.below else 0
         for index in range(first, end):
@@ -107,8 +107,8 @@ class HostTier:
             if not is_kept and not self._is_below(key):
                 break
             num_fetched += not is_kept
-            found.append(key)
-        return found
+            keys_below.append(key)
+        return keys_below
 
     def _num_blank(self) -> int:
         """Return how many slots `_blank_slot` can return at most."""
@@ -471,7 +471,7 @@ class HostTier:
 
     def stats(self) -> dict[str, float]:
         """Return wire.Stats.tiers without the number of arriving requests."""
-        found = {
+        stats = {
             **self.counts,
             "host.pages": self.num_slots,
             "host.pages_used": self.num_slots - len(self._free),
@@ -481,7 +481,7 @@ class HostTier:
             "host.store_s": self.seconds["store"],
             "host.load_s": self.seconds["load"],
         }
-        return named(found, self.below)
+        return named(stats, self.below)
 
     def check(self) -> None:
         stored = [slot for store in self.stores.values() for slot in store.slots]

@@ -16,10 +16,10 @@ def products(block: nn.Module, head: Linear, sizes: Iterable[int]) -> str:
     `sizes` are the numbers of rows to look up, ascending. All numbers up to 8,192 would take half a
     second at start.
     """
-    asked = tuple(sizes)
+    row_counts = tuple(sizes)
     parts = [*block.named_modules(), ("head", head)]
     return "; ".join(
-        f"{name} {' or '.join(dict.fromkeys(by_rows(t, asked) for t in tables_of(part)))}"
+        f"{name} {' or '.join(dict.fromkeys(by_rows(t, row_counts) for t in tables_of(part)))}"
         for name, part in parts
         if tables_of(part)
     )

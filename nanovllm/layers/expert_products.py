@@ -31,13 +31,13 @@ class ExpertKernels(NamedTuple):
     down_combine: Callable[..., Tensor] | None = None  # for unsorted pairs, in one launch
     spread: Spread | None = None  # placement of experts on ranks; None: equal shares in order
 
-    def as_asked(self, asked: Experts) -> ExpertKernels:
+    def as_asked(self, options: Experts) -> ExpertKernels:
         """Return these kernels with the settings of the recipe's section `experts`.
 
         Raise ConfigError if its placement file cannot be read.
         """
-        spread = None if asked.placement is None else Spread(asked.placement)
-        return self._replace(is_uniform=asked.routing == "uniform", spread=spread)
+        spread = None if options.placement is None else Spread(options.placement)
+        return self._replace(is_uniform=options.routing == "uniform", spread=spread)
 
     def ranks(self, layer: int, own: Span) -> ExpertsByRank:
         """Return the experts of each rank. `own` is this rank's equal share."""

@@ -49,9 +49,9 @@ class BlockFp8(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         for name, values in SUPPORTED.items():
-            if (found := getattr(self, name)) not in values:
+            if (value := getattr(self, name)) not in values:
                 only = " or ".join(map(json.dumps, values))
-                raise ValueError(f"{name} is {json.dumps(found)}; only {only} is supported")
+                raise ValueError(f"{name} is {json.dumps(value)}; only {only} is supported")
 
 
 def blocks(
@@ -104,13 +104,13 @@ def checkpoint_modules(path: str, layer: int, rules: Iterable[tuple[str, ...]]) 
 
 def is_kept(names: set[str], quantised: BlockFp8) -> bool:
     """Return True if a module is not quantised. Raise ConfigError if only a part is."""
-    kept = names & quantised.kept
-    if kept and kept != names:
+    kept_names = names & quantised.kept
+    if kept_names and kept_names != names:
         raise ConfigError(
-            f"quantization_config.modules_to_not_convert has {min(kept)} without "
-            f"{min(names - kept)}, which is multiplied together with it"
+            f"quantization_config.modules_to_not_convert has {min(kept_names)} without "
+            f"{min(names - kept_names)}, which is multiplied together with it"
         )
-    return bool(kept)
+    return bool(kept_names)
 
 
 def to_fp8(linear: Linear) -> None:
@@ -134,10 +134,10 @@ def fp8_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 def block_rows_of(placement: Placement) -> int:
     """Return the rows per scale: 128, or fewer if a part or share starts inside a block."""
-    found, at = BLOCK, 0
+    num_rows, at = BLOCK, 0
     for _, span in placement.parts if placement.dim == 0 else ():
-        found, at = gcd(found, at, span.start), at + span.count
-    return found
+        num_rows, at = gcd(num_rows, at, span.start), at + span.count
+    return num_rows
 
 
 def in_blocks(span: Span, each: int) -> Span:

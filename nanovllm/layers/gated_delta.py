@@ -134,13 +134,13 @@ class GatedDeltaNet(Layer):
 
     def forward(self, residual: Residual, cos_sin_LA: Tensor, ctx: ForwardContext) -> Residual:
         """Return the residual stream plus the block's result. May overwrite its input."""
-        more, rows = [], ctx.adapters
+        extra, rows = [], ctx.adapters
         if self.ba is not None:
             x_TD, residual = self.ops.norm(residual, self.inputs.norm_weight, self.eps)
-            more = [self.ba.product(x_TD) if rows is None else self.ba.adapted_product(x_TD, rows)]
+            extra = [self.ba.product(x_TD) if rows is None else self.ba.adapted_product(x_TD, rows)]
         y, stream = self.inputs(residual, rows)
         y_TX = summed(as_tensor(y)).to(stream.stream_TD.dtype)
-        x_TX = ctx.eager(self.attend, ctx, y_TX, *more).flatten(1)
+        x_TX = ctx.eager(self.attend, ctx, y_TX, *extra).flatten(1)
         if self.is_last and not ctx.all_hidden:
             x_TX, stream = ctx.batch.sampled(x_TX), Added(ctx.batch.sampled(stream.stream_TD))
         after: Residual = self.out_proj(

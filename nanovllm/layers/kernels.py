@@ -101,8 +101,8 @@ def select_ops(kernels: Kernels, device: torch.device) -> Ops:
     chosen: dict[str, Any] = {}
     products: dict[str, Any] = {}
     for name in OPERATIONS:
-        asked = getattr(kernels, name)
-        kind = fastest(name, device) if asked == "auto" else asked
+        choice = getattr(kernels, name)
+        kind = fastest(name, device) if choice == "auto" else choice
         if kind == "triton" and device.type == "cpu":
             raise ConfigError(f"kernels.{name} is triton, which needs a GPU; use torch")
         if kind in ("cute", "tiled") and (reason := obstacle(device)) is not None:
@@ -128,8 +128,8 @@ def invariant_ops(kernels: Kernels, device: torch.device) -> Ops:
     if device.type == "cuda":
         return invariant_gpu_ops(kernels)
     for name in ("attention", "decode", *OPERATIONS):
-        if (asked := getattr(kernels, name)) not in ("auto", "torch"):
-            raise ConfigError(f"kernels.{name} is {asked}, but kernels.invariant needs torch")
+        if (choice := getattr(kernels, name)) not in ("auto", "torch"):
+            raise ConfigError(f"kernels.{name} is {choice}, but kernels.invariant needs torch")
     chosen = {name: resolve(IMPLEMENTATIONS["torch"], name) for name in IMPLEMENTATIONS["torch"]}
     few = replace(
         EXPERTS,
@@ -148,9 +148,9 @@ def invariant_gpu_ops(kernels: Kernels) -> Ops:
     inputs, and none includes a norm, a gate or an addition, which would round otherwise than apart.
     """
     for name in OPERATIONS:
-        needed, asked = fastest(name, GPU, invariant=True), getattr(kernels, name)
-        if asked not in ("auto", needed):
-            raise ConfigError(f"kernels.{name} is {asked}, but kernels.invariant needs {needed}")
+        needed, choice = fastest(name, GPU, invariant=True), getattr(kernels, name)
+        if choice not in ("auto", needed):
+            raise ConfigError(f"kernels.{name} is {choice}, but kernels.invariant needs {needed}")
     without_workspace()
     names = [name for name in IMPLEMENTATIONS["triton"] if name != "experts"]
     chosen = {name: resolve(IMPLEMENTATIONS["triton"], name) for name in names}
@@ -183,8 +183,8 @@ def compiled(name: str, device: torch.device) -> Callable[..., Any]:
     def rope_store(*args: Any, ranks: Ranks | None = None, **options: Any) -> Tensor:  # noqa: ANN401
         """Run the compiled operation, unless it has a sum over ranks, which cannot be traced."""
         is_summed = ranks is not None and ranks.tp_size > 1
-        found: Tensor = (untraced if is_summed else fused)(*args, ranks=ranks, **options)
-        return found
+        result: Tensor = (untraced if is_summed else fused)(*args, ranks=ranks, **options)
+        return result
 
     return rope_store
 

@@ -128,20 +128,20 @@ class LatentAttention(Layer):
 
     def jobs(self, recipe: Recipe) -> list[Job]:
         """Return the kernels that attention needs compiled."""
-        found: list[Job] = []
+        jobs: list[Job] = []
         num_heads = self.out.weight.shape[1] // self.sizes.value
         size, value = self.sizes.key + self.sizes.rotated, self.sizes.value
         if recipe.kernels.attention == "flash" and can_expand(size, value, recipe.dtype):
             from nanovllm_kernels.attention.flash_prefill import compile_expanded
 
-            found += [compile_expanded.job(size, value, recipe.dtype, kind) for kind in (0, 1)]
+            jobs += [compile_expanded.job(size, value, recipe.dtype, kind) for kind in (0, 1)]
         if recipe.kernels.decode == "cute":
             from nanovllm_kernels.attention.latent_decode_cute import compile_decode
 
             widths = {0, 1 + recipe.speculate.tokens if recipe.speculate is not None else 0}
             tokens = int(recipe.cache.page_tokens)
-            found += [compile_decode.job(num_heads, tokens, width) for width in widths]
-        return found
+            jobs += [compile_decode.job(num_heads, tokens, width) for width in widths]
+        return jobs
 
     def elements(self) -> int:
         """Return the elements per token that are allocated at once besides the stream.
@@ -149,10 +149,12 @@ class LatentAttention(Layer):
         These are the products and the result. Expanded chunks add keys, values and a second result;
         absorbed ones add queries and results in the latent space.
         """
-        made = [len(part.weight) for part in (self.qkv, self.latents, self.q_b) if part is not None]
+        features = [
+            len(part.weight) for part in (self.qkv, self.latents, self.q_b) if part is not None
+        ]
         _, _, _, rank, key, rotated, value = self.sizes
         heads = self.out.weight.shape[1] // value
-        return sum(made) + heads * (value + max(key + rotated + 2 * value, 2 * rank))
+        return sum(features) + heads * (value + max(key + rotated + 2 * value, 2 * rank))
 
 
 class KeysValues(Linear):

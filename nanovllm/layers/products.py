@@ -288,8 +288,8 @@ class RowTable(dict[int, Implementation]):
         self._choose = choose
 
     def __missing__(self, num_rows: int) -> Implementation:
-        found = self[num_rows] = self._choose(num_rows)
-        return found
+        product = self[num_rows] = self._choose(num_rows)
+        return product
 
 
 LIBRARY: tuple[ProductKernel, ...] = (Library(), Dequantised())
@@ -303,21 +303,21 @@ def preference(
     `kernels` are those of the recipe, by operation. `multiply` computes all others. Without kernels
     it computes every product, so that the number of rows changes no sum.
     """
-    found: list[ProductKernel] = []
+    preferred: list[ProductKernel] = []
     if "fp8_linear" in kernels:
         fp8: Fp8Linear = kernels["fp8_linear"]
         if fp8.skinny is not None:
-            found.append(Skinny(fp8.skinny, is_fp8=True))
-        found.append(Fp8(fp8))
+            preferred.append(Skinny(fp8.skinny, is_fp8=True))
+        preferred.append(Fp8(fp8))
     if "gated_linear" in kernels:
-        found.append(Gated(kernels["gated_linear"]))
+        preferred.append(Gated(kernels["gated_linear"]))
     if "sliced_linear" in kernels:
-        found.append(Sliced(kernels["sliced_linear"]))
+        preferred.append(Sliced(kernels["sliced_linear"]))
     if "skinny_linear" in kernels:
-        found.append(Skinny(kernels["skinny_linear"]))
+        preferred.append(Skinny(kernels["skinny_linear"]))
     if "added_linear" in kernels:
-        found.append(AddedLibrary(kernels["added_linear"]))
-    return (*found, Library(multiply), Dequantised(multiply))
+        preferred.append(AddedLibrary(kernels["added_linear"]))
+    return (*preferred, Library(multiply), Dequantised(multiply))
 
 
 def first_that_fits(

@@ -34,9 +34,9 @@ class Llama3Rope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="
         The transition is smooth.
         """
         turns = self.original_max_position_embeddings / (2 * math.pi / frequencies)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = kept.clamp(0, 1)  # 1: a fast rotation, with many whole turns in training
-        return (1 - kept) * frequencies / self.factor + kept * frequencies
+        unscaled = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        unscaled = unscaled.clamp(0, 1)  # 1: a fast rotation, with many whole turns in training
+        return (1 - unscaled) * frequencies / self.factor + unscaled * frequencies
 
 
 class YarnRope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="yarn"):
@@ -78,10 +78,10 @@ class YarnRope(Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="ya
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, size - 1)
         places = torch.arange(len(frequencies), dtype=torch.float32)
-        kept = 1 - ((places - low) / (high - low or 0.001)).clamp(0, 1)
+        unscaled = 1 - ((places - low) / (high - low or 0.001)).clamp(0, 1)
         # The formula of the reference, since frequencies / factor would differ in the last bits.
         slow = 1 / (self.factor * self.rope_theta ** (2 * places / size))
-        return slow * (1 - kept) + frequencies * kept
+        return slow * (1 - unscaled) + frequencies * unscaled
 
     def _scale(self, weight: float) -> float:
         return 1 + 0.1 * weight * math.log(self.factor) if self.factor > 1 else 1.0

@@ -109,14 +109,16 @@ def experts_of(model: Decoder) -> Iterator[tuple[ExpertMLPs, ExpertNames]]:
     for path, module in model.named_modules():
         if not isinstance(module, ExpertMLPs):
             continue
-        found: dict[str, str] = {}
+        experts: dict[str, str] = {}
         for source, target, *part in model.WEIGHTS:
             for name in ("gate_up", "down"):
                 if match := numbered(target).fullmatch(f"{path}.{name}"):
                     key = "".join(part) or name
-                    found[key] = module_of(source).format(*match.groups(), "{}")
-        shared = [found.get(f"{SHARED} {name}") for name in ("gate", "up")] + [found.get(SHARED)]
-        gate, up, down = found["gate"], found["up"], found["down"]
+                    experts[key] = module_of(source).format(*match.groups(), "{}")
+        shared = [experts.get(f"{SHARED} {name}") for name in ("gate", "up")] + [
+            experts.get(SHARED)
+        ]
+        gate, up, down = experts["gate"], experts["up"], experts["down"]
         folder = gate.partition(".{}.")[0]
         has_shared = None not in shared
         named = (str(shared[0]), str(shared[1]), str(shared[2])) if has_shared else None

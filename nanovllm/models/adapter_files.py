@@ -58,13 +58,13 @@ def pairs_in(folder: Path, name: str) -> Pairs:
         if (match := TENSOR.fullmatch(tensor_name)) is None:
             raise ConfigError(f"adapter {name}: the tensor {tensor_name} is unexpected")
         halves.setdefault(module_of(match[1]), {})[match[2]] = tensor
-    for module, found in halves.items():
-        if len(found) < 2:
-            half = "B" if "A" in found else "A"
+    for module, pair in halves.items():
+        if len(pair) < 2:
+            half = "B" if "A" in pair else "A"
             raise ConfigError(f"adapter {name}: {module} has no lora_{half}.weight")
     if not halves:
         raise ConfigError(f"adapter {name}: {WEIGHTS} has no tensors")
-    return {module: (found["A"], found["B"]) for module, found in halves.items()}
+    return {module: (pair["A"], pair["B"]) for module, pair in halves.items()}
 
 
 def check_files(files: AdapterFiles, layout: AdapterLayout) -> None:
@@ -97,20 +97,20 @@ def parameters_missing(pairs: Pairs, peft: Modules, layout: AdapterLayout) -> li
     """Return the parameters of experts and routers that the config names and that have no pair."""
     if peft.config.layers_to_transform is not None:
         return []  # it is unknown whether it applies to parameters
-    found = {f"{module}.weight" for module in pairs}
+    present = {f"{module}.weight" for module in pairs}
     for module in pairs:
         folder = module.removesuffix(BASE_LAYER)
         if (placed := layout.fused.get(folder)) is not None:
-            found.add(f"{folder}.{fused_name(module, pairs, placed)}")
+            present.add(f"{folder}.{fused_name(module, pairs, placed)}")
     for folder, placed in layout.fused.items():  # or one pair for each expert
         for name, singles in SINGLE.items():
             each = product(range(len(placed.by_expert)), singles)
             if all(f"{folder}.{expert}.{single}" in pairs for expert, single in each):
-                found.add(f"{folder}.{name}")
+                present.add(f"{folder}.{name}")
     every = [f"{module}.weight" for module in layout.dense]
     every += [f"{folder}.{name}" for folder in layout.fused for name in SINGLE]
     named = (name for name in every if is_listed(peft.config.target_parameters or (), name))
-    return sorted(name for name in named if name not in found)
+    return sorted(name for name in named if name not in present)
 
 
 Shapes = tuple[tuple[int, int], tuple[int, int]]  # of A and B

@@ -29,9 +29,9 @@ class AdapterLayout:
         self.parts: dict[str, AdaptedPart] = {}  # by module
         self.fused: dict[str, PlacedExperts] = {}  # by the name of all experts of a layer
         self._products: list[tuple[Linear, list[AdaptedPart]]] = []
-        wanted, at = None if modules is None else set(modules), 0
+        chosen, at = None if modules is None else set(modules), 0
         for linear, sources in products_of(model):
-            if wanted is not None and wanted.isdisjoint(sources.values()):
+            if chosen is not None and chosen.isdisjoint(sources.values()):
                 continue
             parts, at = parts_of(linear, sources, at)
             self.parts |= {sources[name]: part for name, part in parts.items()}
@@ -40,7 +40,7 @@ class AdapterLayout:
         for experts, names in experts_of(model):
             placed = PlacedExperts(experts, names, at)
             own = {*placed.parts, names.folder, f"{names.folder}.base_layer"}
-            if wanted is not None and wanted.isdisjoint(own):
+            if chosen is not None and chosen.isdisjoint(own):
                 continue
             self.parts |= placed.parts
             self.fused[names.folder] = placed
@@ -82,12 +82,12 @@ def products_of(model: Decoder) -> Iterable[tuple[Linear, dict[str, str]]]:
     for path, module in model.named_modules():
         if not isinstance(module, Linear) or isinstance(module, VocabEmbedding):
             continue
-        found: dict[str, str] = {}
+        products: dict[str, str] = {}
         for pattern, source, part in rules:
             if match := pattern.fullmatch(f"{path}.weight"):
-                found[part] = source.format(*match.groups())
-        if found:
-            yield module, found
+                products[part] = source.format(*match.groups())
+        if products:
+            yield module, products
 
 
 def parts_of(
@@ -98,12 +98,12 @@ def parts_of(
     num_outputs, num_inputs = linear.weight.shape
     names = list(dict.fromkeys(name for name, _ in placement.parts))
     b_at = at + len(names) * num_inputs
-    found: dict[str, AdaptedPart] = {}
+    parts: dict[str, AdaptedPart] = {}
     for name in names:
         spans = tuple(span for part, span in placement.parts if part == name)
         inputs = Span(num_inputs, 0, num_inputs)
         if placement.dim == 1:
             (inputs,), spans = spans, (Span(num_outputs, 0, num_outputs),)
-        found[name] = AdaptedPart(inputs, spans, a_at=at, b_at=b_at)
-        at, b_at = at + num_inputs, b_at + found[name].width
-    return {name: part for name, part in found.items() if name in sources}, b_at
+        parts[name] = AdaptedPart(inputs, spans, a_at=at, b_at=b_at)
+        at, b_at = at + num_inputs, b_at + parts[name].width
+    return {name: part for name, part in parts.items() if name in sources}, b_at

@@ -14,14 +14,14 @@ from nanovllm.models.scattered import Scattered
 log = logging.getLogger("engine")
 
 
-def fill_random(wanted: dict[str, Destination], seed: int) -> None:
+def fill_random(destinations: dict[str, Destination], seed: int) -> None:
     """Fill norm weights with one and matrices with random numbers that preserve the scale.
 
     Each tensor that a checkpoint would have is generated whole, from the seed and its name. The
     rank keeps its slice, so the model does not depend on the number of ranks or on their slices.
     """
-    generator = torch.Generator(next(iter(wanted.values())).into.device)
-    own = {name: to for name, to in wanted.items() if to.count}
+    generator = torch.Generator(next(iter(destinations.values())).into.device)
+    own = {name: to for name, to in destinations.items() if to.count}
     progress = Progress(log, "random weights", sum(to.into.nbytes for to in own.values()), "GB")
     for name, to in own.items():
         into = to.into

@@ -157,12 +157,12 @@ def read_eagle3(
     except NOT_JSON as error:  # also a missing field, or one of the wrong type
         raise ConfigError(f"{path}: {error}") from None
     names, stored = ({}, {}) if is_dummy else tensors_of(place)
-    found = Eagle3Spec(
+    spec = Eagle3Spec(
         path=path,
         config=config,
         target_size=target.hidden_size,
         target_vocab=target.vocab_size,
-        taps=tapped(fields, stored, target, asked=taps, path=path),
+        taps=tapped(fields, stored, target, stated=taps, path=path),
         draft_vocab=draft_vocab_of(fields, stored, config),
         norm_before_residual=residual_rule(fields, path),
         norm_before_fc=given_or_stored(
@@ -177,8 +177,8 @@ def read_eagle3(
         stored=stored,
         names=names,
     )
-    check_fits(found, fields)
-    return found
+    check_fits(spec, fields)
+    return spec
 
 
 def flattened(raw: dict[str, Any]) -> dict[str, Any]:
@@ -298,10 +298,10 @@ def tapped(
     stored: Mapping[str, Stored],
     target: DecoderConfig,
     *,
-    asked: Sequence[int] | None,
+    stated: Sequence[int] | None,
     path: Path,
 ) -> tuple[int, ...]:
-    """Return the taps, and log them. `asked` is speculate.taps.
+    """Return the taps, and log them. `stated` is speculate.taps.
 
     Published ids count the layers whose output is tapped (SpecForge), or those whose input is
     (vLLM). The usual first tap is the output of layer 1, so a first id of 1 means outputs, and 2
@@ -310,8 +310,8 @@ def tapped(
     depth, ids = target.num_hidden_layers, fields.layer_ids
     count = count_of(fields, stored, target, path)
     usual = f"[2, {depth // 2}, {depth - 3}]"
-    if asked is not None:
-        taps, source = tuple(asked), "speculate.taps"
+    if stated is not None:
+        taps, source = tuple(stated), "speculate.taps"
     else:
         if ids is None:
             raise ConfigError(

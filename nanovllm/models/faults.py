@@ -20,7 +20,7 @@ SHOWN = 3  # names of each kind
 
 
 def whole(
-    wanted: dict[str, Destination],
+    destinations: dict[str, Destination],
     source: Path,
     paths: Iterable[Path],
     *,
@@ -33,35 +33,35 @@ def whole(
     is None. Raise ConfigError if there are faults. Its message begins with the `source`. For each
     kind it gives the number of faults and the first few.
     """
-    found: dict[str, Stored] = {}
+    stored: dict[str, Stored] = {}
     faults: defaultdict[str, list[str]] = defaultdict(list)
     left_out = Counter[str]()
     for path in paths:
         for name, tensor in sorted(text_tensors(path)):
-            to, where = wanted.get(name), f"{name} in {path.name}"
+            to, where = destinations.get(name), f"{name} in {path.name}"
             reason = "" if to is not None else reason_to_leave(name, num_layers)
             if reason:
                 left_out[reason] += 1
-            elif name in found:
-                faults["duplicated"].append(f"{where} and {found[name].path.name}")
+            elif name in stored:
+                faults["duplicated"].append(f"{where} and {stored[name].path.name}")
             elif to is None and not takes(name, tensor):
                 faults["unexpected"].append(where)
             else:
-                found[name] = tensor
+                stored[name] = tensor
                 if to is not None and tensor.shape != to.shape:
                     shapes = f"{list(tensor.shape)}, expected {list(to.shape)}"
                     faults["with a wrong shape"].append(f"{where} is {shapes}")
                 if to is not None and tensor.dtype not in to.dtypes:
                     types = f"{tensor.dtype}, expected {' or '.join(to.dtypes)}"
                     faults["with a wrong type"].append(f"{where} is {types}")
-    if missing := [name for name in wanted if name not in found]:
+    if missing := [name for name in destinations if name not in stored]:
         faults["missing"] = missing
     if faults:
         kinds = "; ".join(described(kind, tensors) for kind, tensors in faults.items())
         raise ConfigError(f"{source} does not fit the model: {kinds}")
     for reason, count in left_out.items():
         log.info(reason, count)
-    return found
+    return stored
 
 
 def described(kind: str, tensors: list[str]) -> str:

@@ -74,9 +74,9 @@ def rules_of_layer(rules: Iterable[Rule], source: str, layer: int) -> list[Rule]
 
     `source` is the name of the layer in the checkpoint, in place of "model.layers.{}".
     """
-    found: list[Rule] = []
+    layer_rules: list[Rule] = []
     for name, target, *part in rules:
         if target.startswith("layers.{}."):
             ours = target.replace("{}", str(layer), 1)
-            found.append((name.replace("model.layers.{}", source, 1), ours, "".join(part)))
-    return found
+            layer_rules.append((name.replace("model.layers.{}", source, 1), ours, "".join(part)))
+    return layer_rules

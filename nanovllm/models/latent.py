@@ -66,8 +66,8 @@ class LatentConfig(DecoderConfig, frozen=True, kw_only=True):
             raise ValueError(f"qk_rope_head_dim is {rotated}; it must be even")
         if self.head_dim not in (None, rotated):
             raise ValueError(f"head_dim is {self.head_dim}; it must be qk_rope_head_dim, {rotated}")
-        if (said := self.rope_parameters.partial_rotary_factor) not in (None, 1):
-            raise ValueError(f"partial_rotary_factor is {said}; only 1 is supported")
+        if (factor := self.rope_parameters.partial_rotary_factor) not in (None, 1):
+            raise ValueError(f"partial_rotary_factor is {factor}; only 1 is supported")
         types = self.mlp_layer_types
         if types is not None and len(types) < self.num_hidden_layers:
             raise ValueError(

@@ -65,21 +65,21 @@ def scale_rules(rules: Iterable[Rule]) -> Iterator[Rule]:
         yield source + SUFFIX, target + "_scale", "".join(part)
 
 
-def in_blocks(wanted: dict[str, Destination], *, made: bool) -> dict[str, Destination]:
-    """Return `wanted` with scales as files have them: one row per 128 rows of the weight.
+def in_blocks(destinations: dict[str, Destination], *, made: bool) -> dict[str, Destination]:
+    """Return `destinations` with scales as files have them: one row per 128 rows of the weight.
 
     With `made`, files have no scales, and their weights are quantised while loading.
     """
-    found = dict(wanted)
-    for name in [name for name in wanted if name.endswith(SUFFIX)]:
-        weight, scales = wanted[name.removesuffix(SUFFIX)], wanted[name]
+    blocks = dict(destinations)
+    for name in [name for name in destinations if name.endswith(SUFFIX)]:
+        weight, scales = destinations[name.removesuffix(SUFFIX)], destinations[name]
         places = scales_of(weight.shape, scales)
         if made:
-            found.pop(name)
-            found[name.removesuffix(SUFFIX)] = QuantisedOnLoad(*parts_of(weight), weight, places)
+            blocks.pop(name)
+            blocks[name.removesuffix(SUFFIX)] = QuantisedOnLoad(*parts_of(weight), weight, places)
         else:
-            found[name] = places
-    return found
+            blocks[name] = places
+    return blocks
 
 
 def scales_of(shape: tuple[int, ...], scales: Destination) -> Destination:

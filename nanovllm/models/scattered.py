@@ -41,11 +41,11 @@ class PlusOne(Destination):
         super().take(rows.float() + 1, first)
 
 
-def plus_one(wanted: dict[str, Destination], names: str) -> dict[str, Destination]:
-    """Return `wanted` with one added to the tensors whose names match the pattern."""
-    return wanted | {
+def plus_one(destinations: dict[str, Destination], names: str) -> dict[str, Destination]:
+    """Return `destinations` with one added to the tensors whose names match the pattern."""
+    return destinations | {
         name: PlusOne(into=to.into, shape=to.shape, dim=to.dim, start=to.start, count=to.count)
-        for name, to in wanted.items()
+        for name, to in destinations.items()
         if re.fullmatch(names, name)
     }
 

@@ -160,7 +160,7 @@ def nearest(architecture: str, raw: dict[str, Any]) -> Known:
         named = "moe" in architecture.lower() or architecture.startswith("Mixtral")
         has_experts = named or any(part.get(key) for part in parts for key in EXPERTS)
         family = QWEN3_MOE if has_experts else family or QWEN3
-    size = next((found for part in parts if (found := size_of(part)) is not None), None)
+    size = next((candidate for part in parts if (candidate := size_of(part)) is not None), None)
     models = [model for model in KNOWN if model.architecture == family]
     if size is None:
         return models[len(models) // 2]
@@ -177,19 +177,19 @@ def size_of(raw: dict[str, Any]) -> int | None:
 
 def check_quantization(raw: dict[str, Any], path: Path, name: str) -> None:
     """Raise ConfigError if weights are stored neither as floats nor in block fp8."""
-    given = raw.get("quantization_config") or raw.get("compression_config") or {}
-    if not isinstance(given, dict):
+    section = raw.get("quantization_config") or raw.get("compression_config") or {}
+    if not isinstance(section, dict):
         raise ConfigError(f"{path}: quantization_config must be an object")
     separate = next((SEPARATE[one] for one in SEPARATE if (path.parent / one).is_file()), None)
-    if not given and separate is None:
+    if not section and separate is None:
         return
-    method = given.get("quant_method") or separate or "an unnamed method"
-    if method == "fp8" and given.get("weight_block_size") == BLOCK_SIZE:
+    method = section.get("quant_method") or separate or "an unnamed method"
+    if method == "fp8" and section.get("weight_block_size") == BLOCK_SIZE:
         return  # the rest is checked with the model
     form = METHODS.get(str(method), str(method))
     if method == "fp8":
         form = "FP8 scales of other blocks than 128 x 128"
-    elif type(bits := given.get("bits", given.get("w_bit"))) is int:
+    elif type(bits := section.get("bits", section.get("w_bit"))) is int:
         form = f"{form} ({bits} bits)"
     raise ConfigError(
         f"{path}: the weights are quantised with {form}, which is not supported; serve "

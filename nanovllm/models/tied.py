@@ -25,7 +25,7 @@ def has_own_head(folder: Path) -> bool:
     Return False if files are missing or broken; loading reports those.
     """
     try:
-        found = {
+        heads = {
             name: tensor
             for path in weight_files(folder)[1]
             for name, tensor in text_tensors(path)
@@ -33,7 +33,7 @@ def has_own_head(folder: Path) -> bool:
         }
     except ConfigError:
         return False
-    return len(found) == 2 and differ(found[HEAD], found[EMBEDDING])
+    return len(heads) == 2 and differ(heads[HEAD], heads[EMBEDDING])
 
 
 def differ(head: Stored, embedding: Stored) -> bool:

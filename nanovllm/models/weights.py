@@ -98,7 +98,7 @@ def destinations(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Destinati
     """
     rules = [*rules, *scale_rules(rules)]
     patterns = [(numbered(rule[1]), rule[0], "".join(rule[2:])) for rule in rules]
-    found: dict[str, Destination] = {}
+    by_name: dict[str, Destination] = {}
     for path, module in model.named_modules():
         for field, parameter in module.named_parameters(recurse=False):
             target = f"{path}.{field}".lstrip(".")
@@ -113,8 +113,8 @@ def destinations(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Destinati
             for part, places in slices.items():
                 source, is_one = sources[part], not stacked or part.startswith(SHARED)
                 assert ("{}" in source) != is_one, f"{source} does not fill {target}"
-                found.update((source.format(i), to) for i, to in enumerate(places))
-    return found
+                by_name.update((source.format(i), to) for i, to in enumerate(places))
+    return by_name
 
 
 def destinations_in(parameter: Tensor, placement: Placement | None) -> dict[str, list[Destination]]:

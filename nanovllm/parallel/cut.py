@@ -35,8 +35,8 @@ def check_cut(mesh: Mesh, model_config: Cut) -> None:
     try:
         cut(mesh, model_config)
     except ConfigError as error:
-        found = (size for size in range(1, MOST_RANKS + 1) if fits(mesh, size, model_config))
-        raise ConfigError(f"{error}; it can be {', '.join(map(str, found))}") from None
+        sizes = (size for size in range(1, MOST_RANKS + 1) if fits(mesh, size, model_config))
+        raise ConfigError(f"{error}; it can be {', '.join(map(str, sizes))}") from None
 
 
 def fits(mesh: Mesh, size: int, model_config: Cut) -> bool:
@@ -73,9 +73,9 @@ def span_of_vocabulary(mesh: Mesh, vocab_size: int) -> Span:
     ranks may have one more block, and the last block may be partial. If there are fewer blocks than
     ranks, every rank has the whole vocabulary.
     """
-    each, more = divmod(-(-vocab_size // BLOCK), mesh.tp_size)
+    each, remainder = divmod(-(-vocab_size // BLOCK), mesh.tp_size)
     if each == 0:
         return Span(vocab_size, 0, vocab_size)
-    start = BLOCK * (mesh.tp_rank * each + min(mesh.tp_rank, more))
-    count = BLOCK * (each + (mesh.tp_rank < more))
+    start = BLOCK * (mesh.tp_rank * each + min(mesh.tp_rank, remainder))
+    count = BLOCK * (each + (mesh.tp_rank < remainder))
     return Span(vocab_size, start, min(count, vocab_size - start))

@@ -66,10 +66,10 @@ class GlooMesh(Mesh):
 
     def least(self, count: int) -> int:
         options: Any = distributed.AllreduceOptions()
-        options.reduceOp, found = distributed.ReduceOp.MIN, torch.tensor([count])
+        options.reduceOp, least = distributed.ReduceOp.MIN, torch.tensor([count])
         with connection_errors():
-            self.backend[0].allreduce([found], options).wait()
-        return int(found[0])
+            self.backend[0].allreduce([least], options).wait()
+        return int(least[0])
 
 
 @contextmanager

@@ -128,11 +128,11 @@ class NcclMesh(Mesh):
         return self._nccl_gather(x)
 
     def _nccl_gather(self, x: Tensor) -> Tensor:
-        found = x.new_empty(self.size, *x.shape)
+        gathered = x.new_empty(self.size, *x.shape)
         options = c10d.AllgatherOptions()
         options.asyncOp = False
-        self.connected[0].nccl._allgather_base(found, x.contiguous(), options)
-        return found
+        self.connected[0].nccl._allgather_base(gathered, x.contiguous(), options)
+        return gathered
 
     def own_sum(self, parts_ITD: Tensor) -> Tensor:
         found_TD = parts_ITD[0].new_empty(parts_ITD.shape[1:])
@@ -165,13 +165,13 @@ class NcclMesh(Mesh):
         """Run one exchange of lanes, with our kernels up to `own_bytes`, to time it."""
         self.connected[0] = self.connected[0]._replace(own_bytes=own_bytes)
         weights_TK = x_TD.new_zeros(len(x_TD), 8, dtype=torch.float32)
-        found = self.gather_tokens(x_TD, weights_TK, weights_TK.int(), len(x_TD))
-        self.add_own_sums(found[0].view(self.size, *x_TD.shape), x_TD)
+        gathered = self.gather_tokens(x_TD, weights_TK, weights_TK.int(), len(x_TD))
+        self.add_own_sums(gathered[0].view(self.size, *x_TD.shape), x_TD)
 
     def least(self, count: int) -> int:
-        found = torch.tensor([count], device="cuda")
-        self._nccl(found, c10d.ReduceOp.MIN)
-        return int(found)
+        least = torch.tensor([count], device="cuda")
+        self._nccl(least, c10d.ReduceOp.MIN)
+        return int(least)
 
     def _nccl(self, x: Tensor, operation: Any = c10d.ReduceOp.SUM) -> Tensor:  # noqa: ANN401
         """Reduce x in place and return it."""

@@ -63,10 +63,10 @@ class Place:
         """Block until each other rank's next reply and return them. Raise RankLostError if one
         ended."""
         assert isinstance(self.back, list)
-        found = [message for end in self.back if (message := end.recv()) is not None]
-        if len(found) < len(self.back):
+        messages = [message for end in self.back if (message := end.recv()) is not None]
+        if len(messages) < len(self.back):
             raise RankLostError("a rank no longer replies")
-        return found
+        return messages
 
     def close(self) -> None:
         ends = self.back if isinstance(self.back, list) else [self.back]

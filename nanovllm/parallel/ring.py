@@ -93,10 +93,10 @@ class RingWriter(End):
             while self.at + self.most > self.read[reader] + self.size:
                 if not ack.poll(self.patience_s):
                     raise TimeoutError(f"reader {reader + 1} has not read for {self.patience_s} s")
-                said = os.read(ack.fileno(), PIPE_BYTES)
-                if not said:
+                acknowledged = os.read(ack.fileno(), PIPE_BYTES)
+                if not acknowledged:
                     raise BrokenPipeError(f"reader {reader + 1} has gone")
-                (self.read[reader],) = ACK.unpack(said[-ACK.size :])
+                (self.read[reader],) = ACK.unpack(acknowledged[-ACK.size :])
 
     def close(self) -> None:
         for pipe in (self.memory, *self.bells, *self.acks):

@@ -33,33 +33,33 @@ log = logging.getLogger("engine")
 DUMMY_SCALE = 0.02  # standard deviation of the numbers of random adapters
 
 
-def layout_of(asked: Adapters, model: Decoder) -> tuple[AdapterLayout, list[AdapterFiles]]:
+def layout_of(options: Adapters, model: Decoder) -> tuple[AdapterLayout, list[AdapterFiles]]:
     """Return the layout of the ranks of a model's adapters, and the files of those of the start.
 
     Raise ConfigError if an adapter does not fit the model, which may have no data.
     """
-    every = AdapterLayout(model)
-    if asked.is_dummy:  # they change all products but experts
-        found = [AdapterFiles(name, modules_of(asked, name), {}) for name in asked.names]
-        return AdapterLayout(model, every.dense), found
-    found = [checked(asked, name, every) for name in asked.names]
-    modules = {module for files in found for module in files.pairs}
+    whole = AdapterLayout(model)
+    if options.is_dummy:  # they change all products but experts
+        adapters = [AdapterFiles(name, modules_of(options, name), {}) for name in options.names]
+        return AdapterLayout(model, whole.dense), adapters
+    adapters = [checked(options, name, whole) for name in options.names]
+    modules = {module for files in adapters for module in files.pairs}
     # Adapters that come later may change all products but experts, which are large.
-    later = every.dense if asked.runtime else set[str]()
-    return AdapterLayout(model, modules | later), found
+    later = whole.dense if options.runtime else set[str]()
+    return AdapterLayout(model, modules | later), adapters
 
 
-def checked(asked: Adapters, name: str, layout: AdapterLayout) -> AdapterFiles:
+def checked(options: Adapters, name: str, layout: AdapterLayout) -> AdapterFiles:
     """Return an adapter's config and header. Raise ConfigError if they do not fit the layout."""
-    files = AdapterFiles(name, modules_of(asked, name), pairs_in(Path(asked.folder), name))
+    files = AdapterFiles(name, modules_of(options, name), pairs_in(Path(options.folder), name))
     check_files(files, layout)
     return files
 
 
-def bank_bytes(asked: Adapters, model: Decoder, dtype: torch.dtype) -> int:
+def bank_bytes(options: Adapters, model: Decoder, dtype: torch.dtype) -> int:
     """Return the device memory of adapters."""
-    layout, found = layout_of(asked, model)
-    num_pages = num_rank_pages(asked, [files.peft.config.most_rank for files in found])
+    layout, adapters = layout_of(options, model)
+    num_pages = num_rank_pages(options, [files.peft.config.most_rank for files in adapters])
     return num_pages * RANK_PAGE * layout.width * dtype.itemsize
 
 
@@ -75,25 +75,27 @@ class AdapterBank:
     Those of the start have the numbers 1, 2, ... in the order of their names, as in sched.adapters.
     """
 
-    def __init__(self, asked: Adapters, model: Decoder, num_slots: int) -> None:
+    def __init__(self, options: Adapters, model: Decoder, num_slots: int) -> None:
         """Read all adapters. Raise ConfigError if one does not fit the model.
 
         `num_slots` are those of the batch; one more is for padding.
         """
-        self.asked = asked
+        self.options = options
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, model.embed.dtype
-        self.layout, found = layout_of(asked, model)
+        self.layout, files_at_start = layout_of(options, model)
         self.host: dict[int, Tensor] = {}  # by number: rows of whole pages
         self.first: dict[str, AdapterContent] = {}  # of the start, by name
-        if asked.is_dummy:  # one copy on the host, so that 64 of them are ready at once
-            rows_RX = self._whole_pages(random_rows(asked.max_rank, self.layout.width, self.dtype))
-            self.host = dict.fromkeys(range(1, len(found) + 1), rows_RX)
-            digests = [digest_of("dummy adapter", files.name) for files in found]
-            for files, digest in zip(found, digests, strict=True):
-                self.first[files.name] = AdapterContent(asked.max_rank, digest)
+        if options.is_dummy:  # one copy on the host, so that 64 of them are ready at once
+            rows_RX = self._whole_pages(
+                random_rows(options.max_rank, self.layout.width, self.dtype)
+            )
+            self.host = dict.fromkeys(range(1, len(files_at_start) + 1), rows_RX)
+            digests = [digest_of("dummy adapter", files.name) for files in files_at_start]
+            for files, digest in zip(files_at_start, digests, strict=True):
+                self.first[files.name] = AdapterContent(options.max_rank, digest)
         else:
-            for number, files in enumerate(found, 1):
+            for number, files in enumerate(files_at_start, 1):
                 self.host[number], self.first[files.name] = self._rows(files)
         if self.layout.fused and model.embed.mesh.lanes > 1:
             raise ConfigError("adapters of experts need a parallel.ep that is 1 or parallel.tp")
@@ -102,7 +104,7 @@ class AdapterBank:
             raise ConfigError(
                 "adapters of experts or of kv_b_proj: kernels.invariant must be false"
             )
-        num_pages = num_rank_pages(asked, [content.rank for content in self.first.values()])
+        num_pages = num_rank_pages(options, [content.rank for content in self.first.values()])
         self.ranks_RX = torch.zeros(
             num_pages * RANK_PAGE, self.layout.width, dtype=self.dtype, device=self.device
         )
@@ -135,27 +137,27 @@ class AdapterBank:
 
         def work() -> tuple[Tensor, AdapterContent] | None:
             try:
-                found = self._rows(checked(self.asked, folder, self.layout))
+                adapter = self._rows(checked(self.options, folder, self.layout))
             except ConfigError as fault:
                 done(str(fault))
             except Exception:
                 log.exception("reading the adapter %s failed", folder)
                 done("the adapter cannot be read; see the server's log")
             else:
-                done(found[1])
-                return found
+                done(adapter[1])
+                return adapter
             return None
 
         self._reading[number] = self._thread.submit(work)
 
     def commit(self, number: int) -> bool:
         """Return True if all ranks have read the same adapter. Block until then."""
-        found = self._reading.pop(number).result()
-        own = 0 if found is None else 1 + int.from_bytes(found[1].digest[:7], "little")
+        adapter = self._reading.pop(number).result()
+        own = 0 if adapter is None else 1 + int.from_bytes(adapter[1].digest[:7], "little")
         least, most = self._mesh.least(own), -self._mesh.least(-own)
-        if found is None or least != most:  # files may change while ranks read them
+        if adapter is None or least != most:  # files may change while ranks read them
             return False
-        self.host[number] = found[0]
+        self.host[number] = adapter[0]
         return True
 
     def drop(self, numbers: Sequence[int]) -> None:
@@ -180,8 +182,8 @@ class AdapterBank:
         columns = [np.array(pairs, np.int32).reshape(-1, 2).T for pairs in (loaded, changed)]
         (pages, owners), (slots, adapters) = columns
         self._host_N[slots] = adapters
-        sent = upload_together([pages, owners, slots, adapters], self.device)
-        pages_X, owners_X, slots_X, adapters_X = sent
+        uploaded = upload_together([pages, owners, slots, adapters], self.device)
+        pages_X, owners_X, slots_X, adapters_X = uploaded
         self.owner_P.index_copy_(0, pages_X.long(), owners_X)
         self.adapter_N.index_copy_(0, slots_X.long(), adapters_X)
 

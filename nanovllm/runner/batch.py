@@ -73,11 +73,11 @@ class Slots:
         cached = np.array([a.num_cached for a in plan.admits], np.int32)
         prompts = np.array([a.num_prompt for a in plan.admits], np.int32)
         pages = np.array([page for _, _, pages in held for page in pages], np.int32)
-        sent = upload_together(
+        uploaded = upload_together(
             [slots, cached, prompts, joined(token_at), joined(known), joined(page_at), pages],
             self.device,
         )
-        slots_N, cached_N, prompts_N, token_at_T, tokens_T, page_at_P, pages_P = sent
+        slots_N, cached_N, prompts_N, token_at_T, tokens_T, page_at_P, pages_P = uploaded
         if plan.admits:
             at_N = slots_N.long()
             # Drafts may be computed beyond the pages of a slot: in the padding page.

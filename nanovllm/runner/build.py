@@ -34,7 +34,7 @@ from nanovllm.runner.disk import disk_of
 from nanovllm.runner.graphs import graph_sizes, largest_graph, obstacles, piecewise_sizes
 from nanovllm.runner.invariance import check_products, check_states
 from nanovllm.runner.precompile import compile_in_background, jobs_of
-from nanovllm.runner.resolved import Resolved, num_pages_that_fit, resolved
+from nanovllm.runner.resolved import Resolved, num_pages_that_fit, resolve_config
 from nanovllm.runner.roles import lender_of, remote_of
 from nanovllm.runner.room import check_room
 from nanovllm.runner.runner import Runner
@@ -60,31 +60,31 @@ class Built:
 def build(config: Config, mesh: Mesh | None = None) -> Built:
     """Build the device side. Raise ConfigError if this machine cannot serve the recipe."""
     started = time.perf_counter()
-    found = resolved(config, mesh)
-    log.info("kernels: %s", found.reason)
-    found.mesh.connect()
-    (model, draft_model), device = load(config, found), found.device
+    resolved = resolve_config(config, mesh)
+    log.info("kernels: %s", resolved.reason)
+    resolved.mesh.connect()
+    (model, draft_model), device = load(config, resolved), resolved.device
     # With a GPU, torch's threads would spin for the next small copy and take cores from others.
-    torch.set_num_threads(cpu_threads(found.recipe, model) if device.type == "cpu" else 1)
-    if found.recipe.kernels.invariant and device.type == "cuda":
-        check_products(model, found.dtype)
-        check_states(model, found.dtype)
+    torch.set_num_threads(cpu_threads(resolved.recipe, model) if device.type == "cpu" else 1)
+    if resolved.recipe.kernels.invariant and device.type == "cuda":
+        check_products(model, resolved.dtype)
+        check_states(model, resolved.dtype)
     loaded = time.perf_counter()
     log.info("sizing the cache, which compiles what the largest steps need")
-    adapters = adapters_of(found.recipe, model)
-    runner, recipe = with_caches(found, model, draft_model, adapters)
+    adapters = adapters_of(resolved.recipe, model)
+    runner, recipe = with_caches(resolved, model, draft_model, adapters)
     captured = threading.Event()
-    add_tiers(runner, config, found, captured)
+    add_tiers(runner, config, resolved, captured)
     pages = HostPages(runner.caches, 0, runner.states.saved_NX)
-    runner.lender = lender_of(config, found, pages, int(recipe.cache.pages))
+    runner.lender = lender_of(config, resolved, pages, int(recipe.cache.pages))
     sized = time.perf_counter()
-    own = found.model_config.max_position_embeddings
+    own = resolved.model_config.max_position_embeddings
     log.info(
         "cache of %d pages of %d tokens, %.2f GB; a request has up to %d tokens (the model's own "
         "context is %d)",
         recipe.cache.pages,
-        found.page_tokens,
-        int(recipe.cache.pages) * found.page_tokens * found.layout.bytes_per_token / 1e9,
+        resolved.page_tokens,
+        int(recipe.cache.pages) * resolved.page_tokens * resolved.layout.bytes_per_token / 1e9,
         recipe.server.max_model_tokens,
         own,
     )
@@ -103,7 +103,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
             device=device.type,
             dtype=recipe.dtype,
             **asdict(recipe.kernels),
-            not_chosen=repr(found.passed_over) if found.passed_over else None,
+            not_chosen=repr(resolved.passed_over) if resolved.passed_over else None,
             pages=recipe.cache.pages,
             page_tokens=recipe.cache.page_tokens,
             graphs=len(runner.graphs.captured),
@@ -112,51 +112,51 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
             capture_s=time.perf_counter() - sized,
         ),
     )
-    return Built(runner, recipe, found.model_config.vocab_size, found.layout)
+    return Built(runner, recipe, resolved.model_config.vocab_size, resolved.layout)
 
 
-def load(config: Config, found: Resolved) -> tuple[Decoder, DraftModel | None]:
+def load(config: Config, resolved: Resolved) -> tuple[Decoder, DraftModel | None]:
     """Return the model with its weights, and the one that drafts for it.
 
     Meanwhile compile CuTe DSL kernels to disk.
     """
-    check_room(found)
+    check_room(resolved)
     use_folder(cache_dir())
-    model = found.empty_model(found.device)
-    draft_model = found.empty_draft_model(model, found.device)
-    with compile_in_background([] if found.mesh.rank else jobs_of(found, model, draft_model)):
+    model = resolved.empty_model(resolved.device)
+    draft_model = resolved.empty_draft_model(model, resolved.device)
+    with compile_in_background([] if resolved.mesh.rank else jobs_of(resolved, model, draft_model)):
         fill(model, config)
-        if found.drafts is not None and draft_model is not None:
-            found.drafts.loader.fill(draft_model)
-    found.mesh.least(0)  # a barrier: the other ranks wait for the kernels that rank 0 compiles
+        if resolved.drafts is not None and draft_model is not None:
+            resolved.drafts.loader.fill(draft_model)
+    resolved.mesh.least(0)  # a barrier: the other ranks wait for the kernels that rank 0 compiles
     return model, draft_model
 
 
 def drafter_of_model(
-    found: Resolved, sampler: Sampler, draft_model: DraftModel | None, max_tokens: int
+    resolved: Resolved, sampler: Sampler, draft_model: DraftModel | None, max_tokens: int
 ) -> Drafter | None:
     """Return the recipe's drafter, or None without `speculate`."""
-    asked = found.recipe.speculate
-    if found.drafts is None or draft_model is None or asked is None:
-        return drafter_of(found.recipe, sampler)
+    speculate = resolved.recipe.speculate
+    if resolved.drafts is None or draft_model is None or speculate is None:
+        return drafter_of(resolved.recipe, sampler)
     return ModelDrafter(
         draft_model,
-        found.drafts.backend,
+        resolved.drafts.backend,
         sampler,
-        asked=asked,
-        page_tokens=found.page_tokens,
+        options=speculate,
+        page_tokens=resolved.page_tokens,
         max_tokens=max_tokens,
     )
 
 
-def prep_and_sampler(found: Resolved, max_tokens: int) -> tuple[BatchPrep, Sampler]:
+def prep_and_sampler(resolved: Resolved, max_tokens: int) -> tuple[BatchPrep, Sampler]:
     """Return the slots' BatchPrep and sampler, for requests of up to `max_tokens`."""
-    recipe, device = found.recipe, found.device
+    recipe, device = resolved.recipe, resolved.device
     num_slots = int(recipe.schedule.slots)
-    slots = Slots(num_slots, max_tokens, found.page_tokens, device, num_drafts=recipe.num_drafts)
+    slots = Slots(num_slots, max_tokens, resolved.page_tokens, device, num_drafts=recipe.num_drafts)
     sampler = Sampler(
         num_slots=num_slots,
-        shard=Shard(found.mesh, found.model_config.vocab_size),
+        shard=Shard(resolved.mesh, resolved.model_config.vocab_size),
         device=device,
         tokens_NL=slots.tokens_NL,
         prompt_lengths_N=slots.prompt_lengths_N,
@@ -180,23 +180,24 @@ def adapters_of(recipe: Recipe, model: Decoder) -> AdapterBank | None:
 
 
 def with_caches(
-    found: Resolved,
+    resolved: Resolved,
     model: Decoder,
     draft_model: DraftModel | None = None,
     adapters: AdapterBank | None = None,
 ) -> tuple[Runner, Recipe]:
     """Return a runner with the number of pages that fit, and the recipe with that number."""
-    recipe, device, page_tokens = found.recipe, found.device, found.page_tokens
-    num_slots, most = int(recipe.schedule.slots), found.max_model_tokens
-    prep, sampler = prep_and_sampler(found, most)
+    recipe, layout = resolved.recipe, resolved.layout
+    device, page_tokens = resolved.device, resolved.page_tokens
+    num_slots, most = int(recipe.schedule.slots), resolved.max_model_tokens
+    prep, sampler = prep_and_sampler(resolved, most)
 
     def runner_with(num_pages: int, checkpoints: int) -> Runner:
         states = states_of(
-            found.layout,
+            layout,
             num_slots=num_slots,
             num_checkpoints=checkpoints,
             num_drafts=recipe.num_drafts,
-            dtype=found.dtype,
+            dtype=resolved.dtype,
             device=device,
             in_host=recipe.cache.checkpoint_host_gib > 0,
         )
@@ -204,13 +205,13 @@ def with_caches(
             model=model,
             prep=prep,
             sampler=sampler,
-            caches=make_caches(found.layout, num_pages, page_tokens, found.dtype, device=device),
-            backend=found.backend,
-            drafter=drafter_of_model(found, sampler, draft_model, most),
+            caches=make_caches(layout, num_pages, page_tokens, resolved.dtype, device=device),
+            backend=resolved.backend,
+            drafter=drafter_of_model(resolved, sampler, draft_model, most),
             states=states,
             draft_model=draft_model,
             adapters=adapters,
-            overlap_tokens=found.overlap_tokens,
+            overlap_tokens=resolved.overlap_tokens,
         )
 
     def full_step() -> None:
@@ -222,17 +223,17 @@ def with_caches(
     if num_pages == "auto":
         fitting = num_pages_that_fit(
             recipe,
-            found.layout,
+            layout,
             useful_pages=num_slots * prep.slots.max_pages,
             full_step=full_step,
             device=device,
         )
-        num_pages = found.mesh.least(fitting)
-        fitting_context = found.context_in(num_pages)
+        num_pages = resolved.mesh.least(fitting)
+        fitting_context = resolved.context_in(num_pages)
         if fitting_context < most:
             most = fitting_context
-            prep, sampler = prep_and_sampler(found, most)
-    checkpoints = Split(num_pages, recipe.cache, found.layout, page_tokens).checkpoints
+            prep, sampler = prep_and_sampler(resolved, most)
+    checkpoints = Split(num_pages, recipe.cache, layout, page_tokens).checkpoints
     sized = replace(
         recipe,
         cache=replace(recipe.cache, pages=num_pages, checkpoints=checkpoints),
@@ -241,15 +242,17 @@ def with_caches(
     return runner_with(num_pages, checkpoints), sized
 
 
-def add_tiers(runner: Runner, config: Config, found: Resolved, captured: threading.Event) -> None:
+def add_tiers(
+    runner: Runner, config: Config, resolved: Resolved, captured: threading.Event
+) -> None:
     """Allocate pages in host memory, and open the disk or connect to peers, by the recipe.
 
     `captured` is set after the capture of graphs, during which no other thread may use the device.
     """
-    if count := num_host_pages(found.recipe.cache, found.layout, found.page_tokens):
+    if count := num_host_pages(resolved.recipe.cache, resolved.layout, resolved.page_tokens):
         pages = HostPages(runner.caches, count, runner.states.saved_NX)
-        remote = remote_of(config, found, pages, captured)
-        open_below = remote or disk_of(config, found, pages.state_parts)
+        remote = remote_of(config, resolved, pages, captured)
+        open_below = remote or disk_of(config, resolved, pages.state_parts)
         runner.mover = Mover(pages, open_below)
 
 

@@ -49,8 +49,8 @@ class Caches:
             return
         sources, targets = [src for src, _ in plan.copies], [dst for _, dst in plan.copies]
         lists = [np.array(pages, np.int32) for pages in (plan.clean, sources, targets)]
-        sent = upload_together(lists, self.tensors[0].device)
-        clean_P, sources_P, targets_P = (pages_P.long() for pages_P in sent)
+        uploaded = upload_together(lists, self.tensors[0].device)
+        clean_P, sources_P, targets_P = (pages_P.long() for pages_P in uploaded)
         for pages_LPSGA in self.tensors:
             if plan.clean:
                 pages_LPSGA.index_fill_(1, clean_P, 0)
@@ -73,8 +73,8 @@ def make_caches(
     tensors: list[Tensor] = []
     caches: dict[int, PagedKV] = {}
     for group in layout.paged:
-        made, by_layer = caches_of(group, num_pages + 1, page_tokens, dtype, device=device)
-        tensors += made
+        group_tensors, by_layer = caches_of(group, num_pages + 1, page_tokens, dtype, device=device)
+        tensors += group_tensors
         caches |= by_layer
     return Caches(tuple(tensors), caches)
 
@@ -89,8 +89,8 @@ class NoStates:
 
     def apply(self, plan: StepPlan) -> None:
         """Raise ValueError if the plan has states."""
-        asked = [a.restore_from for a in plan.admits] + [c.save_to for c in plan.chunks]
-        if plan.saves or any(state >= 0 for state in asked):
+        checkpoints = [a.restore_from for a in plan.admits] + [c.save_to for c in plan.chunks]
+        if plan.saves or any(state >= 0 for state in checkpoints):
             raise ValueError(f"plan {plan.step} has recurrent states, which the model has not")
 
     def parts_of(self, batch: Batch) -> None:
@@ -218,8 +218,8 @@ def pin(tensor: Tensor, owner: object, key: str) -> None:
     cuda, address = torch.cuda.cudart(), tensor.data_ptr()
     error = cuda.cudaHostRegister(address, tensor.nbytes, 0)
     if error != cuda.cudaError.success:
-        asked = f"{key}: {tensor.nbytes / 2**30:.1f} GiB of pinned memory"
-        raise ConfigError(f"{asked}: {torch.cuda.CudaError(int(error))}")
+        amount = f"{key}: {tensor.nbytes / 2**30:.1f} GiB of pinned memory"
+        raise ConfigError(f"{amount}: {torch.cuda.CudaError(int(error))}")
     finalize(owner, cuda.cudaHostUnregister, address)
 
 

@@ -87,13 +87,13 @@ class CopyStream:
     def ended(self) -> list[StartedCopies]:
         """Return the transfers that have ended since the last call, in order."""
         self._check()
-        found = []
+        ended = []
         while self._started:
             oldest = self._started[0]
             if not (oldest.is_enqueued.is_set() and oldest.end.query()):
                 break
-            found.append(self._started.popleft())
-        return found
+            ended.append(self._started.popleft())
+        return ended
 
     def _check(self) -> None:
         """Raise the error that has ended the thread, if there is one."""

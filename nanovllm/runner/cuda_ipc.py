@@ -83,10 +83,10 @@ class Driver:
 
     def is_shareable(self, address: int) -> bool:
         """Return False for memory that CUDA IPC cannot share, as that of expandable segments."""
-        found = ctypes.c_uint64()
+        value = ctypes.c_uint64()
         kind, at = ctypes.c_int(IS_SHAREABLE), ctypes.c_uint64(address)
-        self._call("cuPointerGetAttribute", ctypes.byref(found), kind, at)
-        return bool(found.value & 0xFF)
+        self._call("cuPointerGetAttribute", ctypes.byref(value), kind, at)
+        return bool(value.value & 0xFF)
 
     def handle(self, first: int) -> bytes:
         """Return the handle of an allocation, by its first address."""
@@ -137,8 +137,8 @@ def shared_memory(tensors: Sequence[Tensor]) -> DeviceMemory:
         driver = Driver()
         for tensor in tensors:
             if not driver.is_shareable(tensor.data_ptr()):
-                said = f"drop {EXPANDABLE}, with which memory cannot be shared"
-                raise ConfigError(f"transfer.backend cuda_ipc: {said}, or use backend socket")
+                remedy = f"drop {EXPANDABLE}, with which memory cannot be shared"
+                raise ConfigError(f"transfer.backend cuda_ipc: {remedy}, or use backend socket")
             first, _ = driver.allocation(tensor.data_ptr())
             parts.append(part_of(tensor, driver.handle(first), tensor.data_ptr() - first))
     except (OSError, DriverError) as error:
@@ -287,10 +287,13 @@ def runs(pages: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
     No page of D may be in two pairs, so the order of the pairs does not matter.
     """
-    found: list[tuple[int, int, int]] = []
+    merged: list[tuple[int, int, int]] = []
     for source, target in sorted(pages):
-        if found and (source, target) == (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]):
-            found[-1] = found[-1][0], found[-1][1], found[-1][2] + 1
+        if merged and (source, target) == (
+            merged[-1][0] + merged[-1][2],
+            merged[-1][1] + merged[-1][2],
+        ):
+            merged[-1] = merged[-1][0], merged[-1][1], merged[-1][2] + 1
         else:
-            found.append((source, target, 1))
-    return found
+            merged.append((source, target, 1))
+    return merged

@@ -20,27 +20,27 @@ from nanovllm.runner.resolved import Resolved
 OpenDisk: TypeAlias = "Callable[[Callable[[], None]], DiskStore]"
 
 
-def disk_of(config: Config, found: Resolved, state_parts: int) -> OpenDisk | None:
+def disk_of(config: Config, resolved: Resolved, state_parts: int) -> OpenDisk | None:
     """Return a function that opens the store of `cache.disk`, or None without it.
 
     `state_parts`: number of parts of a checkpoint of recurrent states, each as long as a page.
     """
-    asked = found.recipe.cache.disk
-    if asked is None:
+    disk = resolved.recipe.cache.disk
+    if disk is None:
         return None
     limits = DiskLimits(
-        payload_bytes=host_page_bytes(found.layout, found.page_tokens),
-        cap_bytes=int(asked.gib * 2**30),
+        payload_bytes=host_page_bytes(resolved.layout, resolved.page_tokens),
+        cap_bytes=int(disk.gib * 2**30),
         state_parts=state_parts,
     )
-    return partial(DiskStore, Path(asked.path).expanduser(), owner_of(config, found), limits)
+    return partial(DiskStore, Path(disk.path).expanduser(), owner_of(config, resolved), limits)
 
 
-def owner_of(config: Config, found: Resolved) -> PageOwner:
+def owner_of(config: Config, resolved: Resolved) -> PageOwner:
     """Return everything besides its key that a page of this rank depends on."""
-    recipe = found.recipe
+    recipe = resolved.recipe
     drafts: list[object] = []
-    if recipe.speculate is not None and found.drafts is not None:
+    if recipe.speculate is not None and resolved.drafts is not None:
         folder = Path(recipe.speculate.model or "").expanduser()
         drafts = [recipe.speculate.method]
         if (folder / "config.json").is_file() and recipe.speculate.model:
@@ -58,5 +58,5 @@ def owner_of(config: Config, found: Resolved) -> PageOwner:
     else:
         has_weights = recipe.load.format != "dummy"
         identity = model_identity(Path(config.model_dir), settings, has_weights=has_weights)
-    layout = digest_of(found.layout, found.page_tokens, found.mesh.tp_size)
-    return PageOwner(identity=identity, dtype=recipe.dtype, layout=layout, rank=found.mesh.rank)
+    layout = digest_of(resolved.layout, resolved.page_tokens, resolved.mesh.tp_size)
+    return PageOwner(identity=identity, dtype=recipe.dtype, layout=layout, rank=resolved.mesh.rank)

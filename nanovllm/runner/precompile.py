@@ -36,20 +36,20 @@ LEAST_CORES = 8  # with fewer cores, the processes would slow each other down
 HOPPER = ("env", "CUTE_DSL_ARCH=sm_90a", "QUACK_ARCH=90", "CUDA_VISIBLE_DEVICES=")
 
 
-def jobs_of(found: Resolved, model: Decoder, draft_model: DraftModel | None = None) -> list[Job]:
+def jobs_of(resolved: Resolved, model: Decoder, draft_model: DraftModel | None = None) -> list[Job]:
     """Return the CuTe DSL kernels that an engine needs before it is ready."""
-    kernels, asked = found.recipe.kernels, found.recipe.speculate
-    paged, tokens = found.own_layout.paged[0], asked.tokens if asked is not None else 0
-    jobs = attention_of(found, paged, model.layers[paged.layers[0]], {1 + tokens})
+    kernels, speculate = resolved.recipe.kernels, resolved.recipe.speculate
+    paged, tokens = resolved.own_layout.paged[0], speculate.tokens if speculate is not None else 0
+    jobs = attention_of(resolved, paged, model.layers[paged.layers[0]], {1 + tokens})
     models: list[Any] = [model]
-    if draft_model is not None and found.drafts is not None:
+    if draft_model is not None and resolved.drafts is not None:
         drafts: Any = draft_model
         models.append(drafts)
-        own, more = found.drafts.loader.layout.paged[0], 1 - draft_model.lag
-        first_passes = {1 + tokens + more, 1 + more}
-        jobs += attention_of(found, own, drafts.layers[own.layers[0]], first_passes)
+        own, extra_rows = resolved.drafts.loader.layout.paged[0], 1 - draft_model.lag
+        first_passes = {1 + tokens + extra_rows, 1 + extra_rows}
+        jobs += attention_of(resolved, own, drafts.layers[own.layers[0]], first_passes)
     if kernels.gated_linear == "cute":
-        jobs.append(compile_gated.job(found.recipe.dtype, True))
+        jobs.append(compile_gated.job(resolved.recipe.dtype, True))
     for each in models:
         if "cute" in (kernels.skinny_linear, kernels.fp8_linear) or kernels.invariant:
             jobs += products_of(each, ordered=kernels.invariant)
@@ -57,17 +57,17 @@ def jobs_of(found: Resolved, model: Decoder, draft_model: DraftModel | None = No
     return [*dict.fromkeys(jobs)]
 
 
-def attention_of(found: Resolved, paged: PagedGroup, block: Any, widths: set[int]) -> list[Job]:  # noqa: ANN401
+def attention_of(resolved: Resolved, paged: PagedGroup, block: Any, widths: set[int]) -> list[Job]:  # noqa: ANN401
     """Return the kernels of a block's attention. `widths`: maximum tokens of decode rows."""
-    kernels, page_tokens, attn = found.recipe.kernels, found.page_tokens, block.attn
+    kernels, page_tokens, attn = resolved.recipe.kernels, resolved.page_tokens, block.attn
     if paged.kind == "latent":
-        latent: list[Job] = attn.jobs(found.recipe)
+        latent: list[Job] = attn.jobs(resolved.recipe)
         return latent
     group, jobs = attn.out.weight.shape[1] // paged.k_size // paged.num_heads, list[Job]()
     if kernels.attention == "flash":
         from nanovllm_kernels.attention.flash_prefill import compile_causal
 
-        jobs.append(compile_causal.job(group, page_tokens, paged.k_size, found.recipe.dtype))
+        jobs.append(compile_causal.job(group, page_tokens, paged.k_size, resolved.recipe.dtype))
     if kernels.decode == "cute":
         from nanovllm_kernels.attention.paged_decode_cute import MAX_PAIRS, compile_decode
 
@@ -81,13 +81,13 @@ def attention_of(found: Resolved, paged: PagedGroup, block: Any, widths: set[int
 
 def experts_of(model: nn.Module) -> list[Job]:
     """Return the kernels of routed experts for many rows."""
-    found: set[Job] = set()
+    jobs: set[Job] = set()
     for module in model.modules():
         if isinstance(module, ExpertMLPs):
             for products in module.kernels.many:
                 if products.fits(MANY_PAIRS, module.gate_up):
-                    found |= {*products.jobs(module.gate_up, module.num_chosen)}
-    return sorted(found)
+                    jobs |= {*products.jobs(module.gate_up, module.num_chosen)}
+    return sorted(jobs)
 
 
 def products_of(model: nn.Module, *, ordered: bool = False) -> list[Job]:
@@ -98,7 +98,7 @@ def products_of(model: nn.Module, *, ordered: bool = False) -> list[Job]:
     from nanovllm_kernels.products import dense_fp8, skinny_linear
     from nanovllm_kernels.products.skinny_linear import Kind
 
-    found = set()
+    jobs = set()
     for module in model.modules():
         match module:
             case NormLinear():
@@ -110,8 +110,8 @@ def products_of(model: nn.Module, *, ordered: bool = False) -> list[Job]:
             case _:
                 continue
         kernels = dense_fp8 if isinstance(module.operand, Scaled) else skinny_linear
-        found |= kernels.compiled_for(module.operand, kind, ordered=ordered)
-    return [compiles.job(*of) for of, compiles in sorted(found, key=itemgetter(0))]
+        jobs |= kernels.compiled_for(module.operand, kind, ordered=ordered)
+    return [compiles.job(*of) for of, compiles in sorted(jobs, key=itemgetter(0))]
 
 
 @contextmanager

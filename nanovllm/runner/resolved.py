@@ -90,8 +90,8 @@ class Resolved:
 
         Raise ConfigError if the cache is too small for the recipe's value.
         """
-        asked, tokens = self.asked_context, self.max_model_tokens
-        return fitting_context(asked, tokens, num_pages, self.recipe, layout=self.layout)
+        wanted, tokens = self.asked_context, self.max_model_tokens
+        return fitting_context(wanted, tokens, num_pages, self.recipe, layout=self.layout)
 
     def empty_model(self, device: torch.device) -> Decoder:
         """Return the model with uninitialised parameters. On "meta" it has shapes only.
@@ -120,7 +120,7 @@ class Resolved:
         return dataclasses.replace(ops, experts=ops.experts.as_asked(self.recipe.experts))
 
 
-def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
+def resolve_config(config: Config, mesh: Mesh | None = None) -> Resolved:
     """Resolve the recipe. Raise ConfigError if this machine cannot serve it.
 
     `mesh` is this process's; None means that of rank 0.
@@ -139,11 +139,11 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
     if loader is not None:
         layout = layout.followed_by(loader.layout)
     recipe = without_autos(config.recipe, device, dtype, model_config.STEP_TOKENS)
-    asked, longest = recipe.server.max_model_tokens, model_config.max_position_embeddings
+    wanted, longest = recipe.server.max_model_tokens, model_config.max_position_embeddings
     if num_host_pages(recipe.cache, layout, int(recipe.cache.page_tokens)) and mesh.lanes > 1:
         raise ConfigError("cache.host_gib needs parallel.ep of at most tp; drop one of them")
     pages = known_pages(recipe, layout) or MEASURED_LATER
-    most = fitting_context(asked, longest, pages, recipe, layout=layout)
+    most = fitting_context(wanted, longest, pages, recipe, layout=layout)
     recipe = replace(recipe, server=replace(recipe.server, max_model_tokens=most))
     choose = partial(
         choose_backend,
@@ -165,7 +165,7 @@ def resolved(config: Config, mesh: Mesh | None = None) -> Resolved:
         backend=backend,
         reason=reason(config.recipe.kernels, device),
         passed_over=passed_over,
-        asked_context=asked,
+        asked_context=wanted,
         drafts=drafts,
     )
 
@@ -174,13 +174,13 @@ def refuse_variant(recipe: Recipe, device: torch.device) -> None:
     """Raise ConfigError if a key makes a request's numbers depend on the others of its steps."""
     if recipe.kernels.eager and device.type == "cuda":
         raise ConfigError("kernels.eager is true, but kernels.invariant needs a GPU's kernels")
-    states, asked = recipe.cache.state_dtype, recipe.experts
+    states, experts = recipe.cache.state_dtype, recipe.experts
     rates = [] if recipe.speculate is None else recipe.speculate.accept
     slots, copies = "slots choose experts", "pages choose among copies of an expert"
     for key, value, is_variant, cause in (
         ("cache.state_dtype", states, states == "bfloat16", "ends of steps round the states"),
-        ("experts.routing", asked.routing, asked.routing == "uniform", slots),
-        ("experts.placement", asked.placement, asked.placement is not None, copies),
+        ("experts.routing", experts.routing, experts.routing == "uniform", slots),
+        ("experts.placement", experts.placement, experts.placement is not None, copies),
         ("speculate.accept", rates, bool(rates), "drafts are accepted at random"),
     ):
         if is_variant:
@@ -191,10 +191,10 @@ def loader_of(
     config: Config, model_config: DecoderConfig, mesh: Mesh, element_bytes: int
 ) -> DraftLoader | None:
     """Return the loader of the recipe's draft model, or None if no model drafts."""
-    asked = config.recipe.speculate
-    if asked is None or asked.method not in DRAFT_LOADERS:
+    speculate = config.recipe.speculate
+    if speculate is None or speculate.method not in DRAFT_LOADERS:
         return None
-    make: Callable[..., DraftLoader] = resolve(DRAFT_LOADERS, asked.method)
+    make: Callable[..., DraftLoader] = resolve(DRAFT_LOADERS, speculate.method)
     return make(config, model_config, mesh, element_bytes)
 
 
@@ -300,14 +300,14 @@ def known_pages(recipe: Recipe, layout: CacheLayout) -> int | None:
 
 
 def fitting_context(
-    asked: int | Auto, model_tokens: int, num_pages: int, recipe: Recipe, layout: CacheLayout
+    wanted: int | Auto, model_tokens: int, num_pages: int, recipe: Recipe, layout: CacheLayout
 ) -> int:
     """Return `server.max_model_tokens` as a number for which the cache holds one request.
 
-    Raise ConfigError if `asked` exceeds the cache or the model's context.
+    Raise ConfigError if `wanted` exceeds the cache or the model's context.
     """
     page_tokens = int(recipe.cache.page_tokens)
-    pages = 0 if asked == "auto" else -(-asked // page_tokens)
+    pages = 0 if wanted == "auto" else -(-wanted // page_tokens)
     if recipe.cache.pages != "auto":
         cure = f"--set cache.pages={pages}"
     elif recipe.device == "cpu":
@@ -317,4 +317,4 @@ def fitting_context(
     else:
         cure = "raise cache.memory_fraction"
     size = f"{num_pages} pages of {page_tokens}, {layout.bytes_per_token / 1024:.0f} KiB a token"
-    return resolve_context(asked, model_tokens, num_pages * page_tokens, f"{size}; {cure}")
+    return resolve_context(wanted, model_tokens, num_pages * page_tokens, f"{size}; {cure}")

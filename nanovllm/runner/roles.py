@@ -32,66 +32,68 @@ OpenRemote: TypeAlias = "Callable[[Callable[[], None]], RemotePages]"
 MOST_LENT = 0.5  # of the pages of P's cache; the others stay free for prompts
 
 
-def check_role(found: Resolved) -> TransferRole | None:
+def check_role(resolved: Resolved) -> TransferRole | None:
     """Return the recipe's transfer section. Raise ConfigError if it cannot be served yet."""
-    if (asked := found.recipe.transfer) is None:
+    if (role := resolved.recipe.transfer) is None:
         return None
-    if found.mesh.size > found.mesh.tp_size:
+    if resolved.mesh.size > resolved.mesh.tp_size:
         raise ConfigError("transfer needs a parallel.ep of at most tp; drop one of them")
-    if asked.backend == "cuda_ipc" and found.mesh.size > 1:
+    if role.backend == "cuda_ipc" and resolved.mesh.size > 1:
         raise ConfigError("transfer.backend cuda_ipc needs a parallel.tp of 1; use auto or socket")
-    if not found.recipe.cache.prefix:
+    if not resolved.recipe.cache.prefix:
         raise ConfigError("transfer needs cache.prefix, which is false; drop one of them")
-    return asked
+    return role
 
 
 def remote_of(
-    config: Config, found: Resolved, pages: HostPages, captured: Event
+    config: Config, resolved: Resolved, pages: HostPages, captured: Event
 ) -> OpenRemote | None:
     """Return a function that connects a decode server to its peers; None for other servers.
 
     Threads use the device only after `captured` has been set.
     """
-    asked = check_role(found)
-    if asked is None or asked.role != "decode":
+    role = check_role(resolved)
+    if role is None or role.role != "decode":
         return None
-    layout, identity = digests(config, found)
+    layout, identity = digests(config, resolved)
     limits = ReaderLimits(
         layout=layout,
         identity=identity,
         page_bytes=pages.page_bytes,
         state_parts=pages.state_parts,
-        share=found.mesh.tp_rank,
-        shares=found.mesh.tp_size,
-        memory=reader_of(asked, pages, captured) if found.mesh.size == 1 else None,
+        share=resolved.mesh.tp_rank,
+        shares=resolved.mesh.tp_size,
+        memory=reader_of(role, pages, captured) if resolved.mesh.size == 1 else None,
     )
-    peers = [address_of(peer, "transfer.peers") for peer in asked.peers]
-    return partial(RemotePages, peers, secret_for(asked), limits)
+    peers = [address_of(peer, "transfer.peers") for peer in role.peers]
+    return partial(RemotePages, peers, secret_for(role), limits)
 
 
-def lender_of(config: Config, found: Resolved, pages: HostPages, num_pages: int) -> Lender | None:
+def lender_of(
+    config: Config, resolved: Resolved, pages: HostPages, num_pages: int
+) -> Lender | None:
     """Return the lender of a prefill server; None for other servers and for ranks other than 0.
 
     The latter serve their shares of pages to rank 0. Raise ConfigError if the address cannot be
     used.
     """
-    asked = check_role(found)
-    if asked is None or asked.role != "prefill" or asked.listen is None:
+    role = check_role(resolved)
+    if role is None or role.role != "prefill" or role.listen is None:
         return None
-    layout, identity = digests(config, found)
-    mesh = found.mesh
+    layout, identity = digests(config, resolved)
+    mesh = resolved.mesh
     if mesh.tp_rank:
         reader = PageReader(pages)
-        ShareServer(share_path(mesh, mesh.tp_rank), secret_for(asked), reader.page, reader.state)
+        ShareServer(share_path(mesh, mesh.tp_rank), secret_for(role), reader.page, reader.state)
         return None
     others = [
-        OtherRank(share_path(mesh, rank), secret_for(asked)) for rank in range(1, mesh.tp_size)
+        OtherRank(share_path(mesh, rank), secret_for(role)) for rank in range(1, mesh.tp_size)
     ]
-    shares = PageShares(pages, heads_by_tensor(found), others)
+    shares = PageShares(pages, heads_by_tensor(resolved), others)
     try:
         return Lender(
-            address_of(asked.listen, "transfer.listen"),
-            secret_for(asked),
+            address_of(role.listen, "transfer.listen"),
+            secret_for(role),
             layout=layout,
             identity=identity,
             page_bytes=pages.page_bytes,
@@ -99,11 +101,11 @@ def lender_of(config: Config, found: Resolved, pages: HostPages, num_pages: int)
             page=shares.page,
             state=shares.state,
             state_parts=pages.state_parts,
-            memory=offered_memory(asked, pages) if mesh.size == 1 else None,
+            memory=offered_memory(role, pages) if mesh.size == 1 else None,
             num_ranks=mesh.tp_size,
         )
     except OSError as error:
-        raise ConfigError(f"transfer.listen {asked.listen} cannot be used: {error}") from None
+        raise ConfigError(f"transfer.listen {role.listen} cannot be used: {error}") from None
 
 
 def share_path(mesh: Mesh, rank: int) -> str:
@@ -112,61 +114,61 @@ def share_path(mesh: Mesh, rank: int) -> str:
     return f"{mesh.rendezvous}.pages{rank}"
 
 
-def offered_memory(asked: TransferRole, pages: HostPages) -> DeviceMemory | None:
+def offered_memory(role: TransferRole, pages: HostPages) -> DeviceMemory | None:
     """Return the cache's memory for decode servers of this host; None to send pages by socket.
 
     Raise ConfigError if the recipe requires the memory and it cannot be shared.
     """
-    if not uses_device(asked, pages):
+    if not uses_device(role, pages):
         return None
     try:
         return shared_memory(pages.tensors)
     except ConfigError as error:
-        if asked.backend == "cuda_ipc":
+        if role.backend == "cuda_ipc":
             raise
         log.info("pages are sent by socket: %s", error)
         return None
 
 
-def reader_of(asked: TransferRole, pages: HostPages, captured: Event) -> MemoryReader | None:
+def reader_of(role: TransferRole, pages: HostPages, captured: Event) -> MemoryReader | None:
     """Return access to the memory of prefill servers of this host; None to read by socket only."""
-    if not uses_device(asked, pages):
+    if not uses_device(role, pages):
         return None
-    return CudaReader(pages.tensors, captured, is_required=asked.backend == "cuda_ipc")
+    return CudaReader(pages.tensors, captured, is_required=role.backend == "cuda_ipc")
 
 
-def uses_device(asked: TransferRole, pages: HostPages) -> bool:
+def uses_device(role: TransferRole, pages: HostPages) -> bool:
     """Return True if pages may pass between devices. Raise ConfigError if they must but cannot."""
-    if asked.backend == "cuda_ipc" and pages.device.type != "cuda":
+    if role.backend == "cuda_ipc" and pages.device.type != "cuda":
         raise ConfigError("transfer.backend cuda_ipc needs a GPU; use auto or socket")
-    return asked.backend != "socket" and pages.device.type == "cuda"
+    return role.backend != "socket" and pages.device.type == "cuda"
 
 
-def secret_for(asked: TransferRole) -> str:
+def secret_for(role: TransferRole) -> str:
     """Return the secret of the recipe or the environment. Raise ConfigError without one."""
-    return secret_of(asked.secret, {ENVIRONMENT: given_transfer_secret() or ""})
+    return secret_of(role.secret, {ENVIRONMENT: given_transfer_secret() or ""})
 
 
-def digests(config: Config, found: Resolved) -> tuple[bytes, bytes]:
+def digests(config: Config, resolved: Resolved) -> tuple[bytes, bytes]:
     """Return the digests of the cache's layout and of the model, which both engines must share.
 
     Engines with other numbers of ranks may pair if a rank's pages have nothing but some of the
     model's heads: no recurrent states, and no layers of a draft model.
     """
-    owner = owner_of(config, found)
+    owner = owner_of(config, resolved)
     layout = owner.layout
-    if found.layout.state is None and found.drafts is None:
-        layout = digest_of(whole_layout(found))
-    return digest_of(layout, found.page_tokens), digest_of(owner.identity, owner.dtype)
+    if resolved.layout.state is None and resolved.drafts is None:
+        layout = digest_of(whole_layout(resolved))
+    return digest_of(layout, resolved.page_tokens), digest_of(owner.identity, owner.dtype)
 
 
-def whole_layout(found: Resolved) -> CacheLayout:
+def whole_layout(resolved: Resolved) -> CacheLayout:
     """Return the layout of the model's own layers with all heads."""
-    each = found.layout.paged[0].bytes_per_element
-    return found.family.cache_layout(found.model_config, Mesh(), each)
+    each = resolved.layout.paged[0].bytes_per_element
+    return resolved.family.cache_layout(resolved.model_config, Mesh(), each)
 
 
-def heads_by_tensor(found: Resolved) -> list[int]:
+def heads_by_tensor(resolved: Resolved) -> list[int]:
     """Return the model's heads in each of the caches' tensors that have bytes."""
-    groups = whole_layout(found).paged
+    groups = whole_layout(resolved).paged
     return [group.num_heads for group in groups for size in (group.k_size, group.v_size) if size]

@@ -69,9 +69,9 @@ class Need:
         )
 
 
-def check_room(found: Resolved) -> None:
+def check_room(resolved: Resolved) -> None:
     """Raise ConfigError with the arithmetic and a remedy if weights and cache do not fit."""
-    need = need_of(found)
+    need = need_of(resolved)
     if need.total > need.room:
         raise ConfigError(f"{need.arithmetic}; {remedy(need)}")
 
@@ -109,26 +109,26 @@ def less_cache(need: Need, before: str) -> Iterator[tuple[str, Need]]:
         yield f"{before}--set cache.pages={pages}", smaller
 
 
-def need_of(found: Resolved) -> Need:
-    recipe, device, cache = found.recipe, found.device, found.recipe.cache
-    model, models = found.empty_models(torch.device("meta"))
-    asked = recipe.adapters
-    adapter_bytes = 0 if asked is None else bank_bytes(asked, model, found.dtype)
-    page_bytes = found.layout.bytes_per_token * found.page_tokens
+def need_of(resolved: Resolved) -> Need:
+    recipe, device, cache = resolved.recipe, resolved.device, resolved.recipe.cache
+    model, models = resolved.empty_models(torch.device("meta"))
+    adapters = recipe.adapters
+    adapter_bytes = 0 if adapters is None else bank_bytes(adapters, model, resolved.dtype)
+    page_bytes = resolved.layout.bytes_per_token * resolved.page_tokens
     slots = int(recipe.schedule.slots)
-    pages = given_or(cache.pages, slots * -(-found.max_model_tokens // found.page_tokens))
-    split = Split(pages, cache, found.layout, found.page_tokens)
-    whole = split.total + running_bytes(found.layout, recipe)
-    host = host_memory() // found.mesh.size
+    pages = given_or(cache.pages, slots * -(-resolved.max_model_tokens // resolved.page_tokens))
+    split = Split(pages, cache, resolved.layout, resolved.page_tokens)
+    whole = split.total + running_bytes(resolved.layout, recipe)
+    host = host_memory() // resolved.mesh.size
     if (engines := recipe.parallel.dp) > 1:  # others may have allocated their share already
-        host = min(host, host_memory(in_all=True) // (engines * found.mesh.size))
+        host = min(host, host_memory(in_all=True) // (engines * resolved.mesh.size))
     if split.host_bytes > host:
         raise ConfigError(
             f"cache.checkpoint_host_gib: a rank's checkpoints take {gib(split.host_bytes)}; this "
             f"machine has {gib(host)} available for it"
         )
-    below = num_host_pages(cache, found.layout, found.page_tokens)
-    below_bytes = below * host_page_bytes(found.layout, found.page_tokens)
+    below = num_host_pages(cache, resolved.layout, resolved.page_tokens)
+    below_bytes = below * host_page_bytes(resolved.layout, resolved.page_tokens)
     if below_bytes > (host := host - split.host_bytes):
         raise ConfigError(
             f"cache.host_gib: a rank's {below:,} pages in host memory take {gib(below_bytes)}; "
@@ -139,22 +139,24 @@ def need_of(found: Resolved) -> Need:
     else:
         free, total = torch.cuda.mem_get_info(device)
         room = min(free, int(total * recipe.cache.memory_fraction) - (total - free))
-        place = f"{found.device_name} with cache.memory_fraction {recipe.cache.memory_fraction:g}"
+        place = (
+            f"{resolved.device_name} with cache.memory_fraction {recipe.cache.memory_fraction:g}"
+        )
     key = "cache.cpu_gib" if device.type == "cpu" else ""
     if cache.pages != "auto":
         key = "cache.pages"
-    taken = {"cache.pages": whole, "": 0}.get(key, min(int(cache.cpu_gib * GIB), whole))
-    others = sum(t.nbytes for t in models.parameters() if t.dtype != found.dtype)
+    cache_bytes = {"cache.pages": whole, "": 0}.get(key, min(int(cache.cpu_gib * GIB), whole))
+    others = sum(t.nbytes for t in models.parameters() if t.dtype != resolved.dtype)
     return Need(
         model=recipe.model,
-        parameters=sum(t.numel() for t in models.parameters() if t.dtype == found.dtype),
+        parameters=sum(t.numel() for t in models.parameters() if t.dtype == resolved.dtype),
         dtype=recipe.dtype,
-        dtype_bytes=found.dtype.itemsize,
+        dtype_bytes=resolved.dtype.itemsize,
         table_bytes=others + sum(tensor.nbytes for tensor in models.buffers()),
         others=f" + {gib(others)} of other types" if others else "",
         adapter_bytes=adapter_bytes,
         cache_key=key,
-        cache_bytes=taken,
+        cache_bytes=cache_bytes,
         state_bytes=whole - (pages + 1) * page_bytes,
         page_bytes=page_bytes,
         room=room,
@@ -169,15 +171,15 @@ def gib(num_bytes: float) -> str:
 # -- memory of a step on a GPU ---------------------------------------------------------------
 
 
-def step_bytes(found: Resolved, model: Decoder, *, fuses_gate: bool) -> int:
+def step_bytes(resolved: Resolved, model: Decoder, *, fuses_gate: bool) -> int:
     """Return the bytes of one rank, besides the weights, while `build.largest_steps` runs.
 
     They are the slots' columns, two pages, and the larger of two steps: a full prefill, or a row
     with its drafts in every slot. `model` may be on the meta device. `fuses_gate`: gate and up are
     one product, as on Hopper.
     """
-    recipe, bytes_each = found.recipe, found.dtype.itemsize
-    slots, longest = int(recipe.schedule.slots), found.max_model_tokens
+    recipe, bytes_each = resolved.recipe, resolved.dtype.itemsize
+    slots, longest = int(recipe.schedule.slots), resolved.max_model_tokens
     num_prompts = -(-int(recipe.schedule.step_tokens) // longest)
     num_tokens = int(recipe.schedule.step_tokens) // num_prompts * num_prompts
     layers: Any = model.layers
@@ -185,12 +187,12 @@ def step_bytes(found: Resolved, model: Decoder, *, fuses_gate: bool) -> int:
     hidden = len(attn.out.weight)
     # The caller of a block holds the product that the previous block has not added yet.
     stream = 2 * hidden
-    is_added = found.mesh.tp_size == 1 and ADDED_LINEAR.fits(num_tokens, attn.out.weight)
+    is_added = resolved.mesh.tp_size == 1 and ADDED_LINEAR.fits(num_tokens, attn.out.weight)
     pending = 0 if is_added else hidden
     attention = stream + attn.elements() + pending
     mlp = stream + hidden + max(mlp.elements(pending, fuses_gate=fuses_gate) for mlp in mlps)
-    columns = longest + 1 - (-longest // found.page_tokens)  # tokens and pages of a slot
-    pages = 2 * found.layout.bytes_per_token * found.page_tokens
+    columns = longest + 1 - (-longest // resolved.page_tokens)  # tokens and pages of a slot
+    pages = 2 * resolved.layout.bytes_per_token * resolved.page_tokens
     rows = slots * (1 + recipe.num_drafts)
     most = max(num_tokens * max(attention, mlp), rows * len(model.head.weight)) * bytes_each
     return int(4 * (slots + 1) * columns + pages + WORKSPACE + most)
@@ -222,13 +224,13 @@ def group_rooms(root: Path, in_all: bool) -> Iterator[int]:
     for folder, most, used, prefix in groups(root):
         try:
             limit = int((folder / most).read_text())
-            taken = int((folder / used).read_text())
+            used_bytes = int((folder / used).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):  # no such group here, or "max"
             continue
         files = sum(int(stat.get(prefix + name, 0)) for name in ("inactive_file", "active_file"))
         if limit < NO_LIMIT:
-            yield limit if in_all else max(0, limit - taken + files)
+            yield limit if in_all else max(0, limit - used_bytes + files)
 
 
 def groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:

@@ -312,15 +312,15 @@ class Runner:
         if not size and self._is_halved(rows):
             ctx = replace(ctx, halves=tuple(map(self._bound, halves_of(batch))))
         if size:
-            hidden_SD, *given = self.graph_sets[rows.adapted].piecewise.replay(size, ctx)
+            hidden_SD, *inputs = self.graph_sets[rows.adapted].piecewise.replay(size, ctx)
         else:
-            hidden_SD, *given = self.hidden(ctx, adapted=adapted)
+            hidden_SD, *inputs = self.hidden(ctx, adapted=adapted)
         samples = rows.is_decode or len(rows.host_slots)
         return Forwarded(
             batch=batch,
             hidden_SD=hidden_SD,
             logits_SV=self.model.logits(hidden_SD) if samples else None,
-            given_TX=given[0] if given else None,
+            given_TX=inputs[0] if inputs else None,
             lane_tokens=lane_tokens,
         )
 

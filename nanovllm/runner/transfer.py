@@ -84,13 +84,13 @@ class HostPages:
 
     def parts(self, row: Tensor, page: int) -> list[tuple[Tensor, Tensor]]:
         """Return the parts of a row, each with the same part of a page on the device."""
-        found = []
+        parts = []
         for pages_LPSGA, start, num_bytes in self._parts:
             if num_bytes:
                 part = pages_LPSGA[:, page]
                 own = row[start : start + num_bytes].view(part.dtype)
-                found.append((own.view(part.shape), part))
-        return found
+                parts.append((own.view(part.shape), part))
+        return parts
 
     def state_part(self, checkpoint: int, part: int) -> Tensor:
         """Return the bytes of one part of a checkpoint. The last part may be shorter."""
@@ -273,7 +273,7 @@ class Mover:
         """Return the transfers that have ended since the last call, in order of each direction."""
         if self.disk is not None:
             self._poll_disk(self.disk)
-        found, self._moved = self._moved, []
+        ended, self._moved = self._moved, []
         for started in (*self._stores.ended(), *self._loads.ended()):
             ticket = started.copies.ticket
             moved = Moved(
@@ -283,8 +283,8 @@ class Mover:
                 fetch_s=self._fetch_s.pop(ticket, 0.0),
                 blank=self._blank.pop(ticket, frozenset()),
             )
-            found.append(moved)
-        return found
+            ended.append(moved)
+        return ended
 
     def call_when_moved(self, wake: Callable[[], object]) -> None:
         """Call `wake` from a thread after the end of each transfer."""

@@ -37,12 +37,12 @@ class Penalties:
 
     def admit(self, admits: Sequence[Admit]) -> None:
         for admit in admits:
-            asked, line = admit.sampling, self.host[admit.slot]
-            line["repetition"] = max(asked.repetition_penalty, MIN_REPETITION_PENALTY)
-            line["presence"] = asked.presence_penalty
-            line["frequency"] = asked.frequency_penalty
-            additive = asked.presence_penalty != 0 or asked.frequency_penalty != 0
-            line["penalised"] = additive or asked.repetition_penalty != 1
+            sampling, line = admit.sampling, self.host[admit.slot]
+            line["repetition"] = max(sampling.repetition_penalty, MIN_REPETITION_PENALTY)
+            line["presence"] = sampling.presence_penalty
+            line["frequency"] = sampling.frequency_penalty
+            additive = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+            line["penalised"] = additive or sampling.repetition_penalty != 1
 
     def wanted(self, host_slots: Int32) -> Wanted:
         return self.host["penalised"][host_slots]

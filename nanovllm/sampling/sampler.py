@@ -42,13 +42,13 @@ class Sampler:
         All logits are those of the shard, and all ranks sample together.
         """
         self.vocab_size, self.shard = shard.span.full, shard
-        made = [resolve(PROCESSORS, name) for name in PROCESSORS]
-        fields = [f for part in (*made, Truncation, Logprobs) for f in part.FIELDS]
+        processors = [resolve(PROCESSORS, name) for name in PROCESSORS]
+        fields = [f for part in (*processors, Truncation, Logprobs) for f in part.FIELDS]
         self.columns = Columns((*FIELDS, *fields), num_slots + 1, device)
         per_slot = PerSlot(self.columns, tokens_NL, prompt_lengths_N, shard)
         self.seeds_N = self.columns.on_device("seed")
         self.inverse_temperatures_N = self.columns.on_device("inverse_temperature")
-        self.processors: list[Processor] = [make(per_slot) for make in made]
+        self.processors: list[Processor] = [make(per_slot) for make in processors]
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.truncation = Truncation(per_slot, self.inverse_temperatures_N, kernel)
         self.logprobs = Logprobs(per_slot)

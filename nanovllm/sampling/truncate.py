@@ -31,15 +31,19 @@ class Truncation:
 
     def admit(self, admits: Sequence[Admit]) -> None:
         for admit in admits:
-            asked, line = admit.sampling, self.host[admit.slot]
+            sampling, line = admit.sampling, self.host[admit.slot]
             # The largest logit passes every truncation, so a greedy row needs none.
-            on = asked.temperature > 0 and (asked.top_k > 0 or asked.top_p < 1 or asked.min_p > 0)
+            on = sampling.temperature > 0 and (
+                sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+            )
             line["truncated"] = on
-            line["top_k"] = min(max(asked.top_k, 0), self.vocab_size) if on else 0
-            line["top_p"] = asked.top_p if on else 1.0
+            line["top_k"] = min(max(sampling.top_k, 0), self.vocab_size) if on else 0
+            line["top_p"] = sampling.top_p if on else 1.0
             # p >= min_p * max(p), in terms of logits.
-            narrow = on and asked.min_p > 0
-            line["min_p_gap"] = asked.temperature * math.log(asked.min_p) if narrow else -math.inf
+            narrow = on and sampling.min_p > 0
+            line["min_p_gap"] = (
+                sampling.temperature * math.log(sampling.min_p) if narrow else -math.inf
+            )
 
     def wanted(self, host_slots: Int32) -> Wanted:
         return self.host["truncated"][host_slots]

@@ -64,8 +64,8 @@ class AdapterSlots:
 
     def forget(self, in_use: Iterable[int]) -> list[int]:
         """Remove adapters without a name that are not in use, and return their numbers."""
-        kept = {*self.by_name.values(), *in_use}
-        gone = [number for number in self._contents if number not in kept]
+        in_memory = {*self.by_name.values(), *in_use}
+        gone = [number for number in self._contents if number not in in_memory]
         for number in gone:
             del self._contents[number]
             if number in self._residents:
@@ -124,8 +124,8 @@ class AdapterSlots:
 
     def counts(self, names: Iterable[str]) -> dict[str, int]:
         """Return the number of requests by adapter. `names` are those of the requests."""
-        found = Counter(names)
-        return {name: found[name] for name in self.by_name}
+        counts = Counter(names)
+        return {name: counts[name] for name in self.by_name}
 
     def _evict(self, number: int) -> None:
         evicted = self._residents.pop(number)
@@ -154,15 +154,15 @@ class AdapterSlots:
         assert len({*pages, *self._free_pages}) == len(pages) + len(self._free_pages)
 
 
-def adapter_slots(asked: Adapters | None, contents: Mapping[str, AdapterContent]) -> AdapterSlots:
+def adapter_slots(options: Adapters | None, contents: Mapping[str, AdapterContent]) -> AdapterSlots:
     """Return the state of a resolved recipe's adapters, with those of the start loaded.
 
     `contents` are those of the start by name, in the order of their numbers.
     """
-    if asked is None:
+    if options is None:
         return AdapterSlots()
     ranks = [content.rank for content in contents.values()]
-    slots = AdapterSlots(asked.slots, num_rank_pages(asked, ranks))
+    slots = AdapterSlots(options.slots, num_rank_pages(options, ranks))
     for name, content in contents.items():
         slots.load(name, slots.new_number(), content)
     return slots

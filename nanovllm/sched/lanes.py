@@ -142,7 +142,7 @@ class Lanes:
         has_chunks, has_drafts = any(p.chunks for p in planned), any(p.drafts for p in planned)
         no_chunks = [Chunk(self.padding, 1, samples=False)] if has_chunks else []
         row = b"" if has_chunks else np.array([self.padding], np.int32).tobytes()
-        found = []
+        alike = []
         for at, plan in enumerate(plans):
             if plan is None:
                 plan = StepPlan(
@@ -163,12 +163,12 @@ class Lanes:
             drafts = plan.drafts
             if has_drafts and not drafts:
                 drafts = bytes(4 * plan.num_decodes)
-            found.append(replace(plan, chunks=plan.chunks or no_chunks, drafts=drafts))
-        most = max(plan.num_decoded + plan.num_prompt for plan in found)
+            alike.append(replace(plan, chunks=plan.chunks or no_chunks, drafts=drafts))
+        most = max(plan.num_decoded + plan.num_prompt for plan in alike)
         proposes = any(plan.proposes for plan in planned)
-        late = self.lanes[0].tokens_ahead > 0 and any(plan.masked for plan in found)
+        late = self.lanes[0].tokens_ahead > 0 and any(plan.masked for plan in alike)
         return [
-            replace(plan, lane_tokens=most, proposes=proposes, draws_late=late) for plan in found
+            replace(plan, lane_tokens=most, proposes=proposes, draws_late=late) for plan in alike
         ]
 
     @property

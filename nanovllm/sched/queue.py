@@ -96,8 +96,8 @@ class Queue:
     def running(self) -> list[Request]:
         """Requests in slots, by urgency: the last one is preempted first."""
         owner = self.decoding.owner
-        found = [self.by_id[request_id] for request_id in owner[owner >= 0].tolist()]
-        return sorted(found, key=attrgetter("urgency"))
+        requests = [self.by_id[request_id] for request_id in owner[owner >= 0].tolist()]
+        return sorted(requests, key=attrgetter("urgency"))
 
     # -- arrivals ---------------------------------------------------------------------------
 
@@ -128,8 +128,10 @@ class Queue:
         if request.num_prompt < 1 or request.spec.max_new < 1:
             return RefusalKind.INVALID, "the prompt and max_tokens must be at least one token"
         if request.limit > self.max_model_tokens:
-            asked = f"{request.num_prompt} prompt tokens and {request.spec.max_new} new ones exceed"
-            return RefusalKind.TOO_LONG, f"{asked} the context of {self.max_model_tokens} tokens"
+            lengths = (
+                f"{request.num_prompt} prompt tokens and {request.spec.max_new} new ones exceed"
+            )
+            return RefusalKind.TOO_LONG, f"{lengths} the context of {self.max_model_tokens} tokens"
         if not self.memory.fits(request.limit):
             room = self.memory.pool.num_pages * self.memory.page_tokens
             return RefusalKind.TOO_LONG, f"{request.limit} tokens exceed the cache of {room} tokens"

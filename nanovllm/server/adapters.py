@@ -42,8 +42,8 @@ class UnloadRequest(Struct, frozen=True):
 class RuntimeAdapters:
     """Changes of adapters by the operator, one after the other."""
 
-    def __init__(self, asked: Adapters, engines: Engines, served: Served) -> None:
-        self._folder, self._engines, self._served = Path(asked.folder), engines, served
+    def __init__(self, options: Adapters, engines: Engines, served: Served) -> None:
+        self._folder, self._engines, self._served = Path(options.folder), engines, served
         self._turn = asyncio.Lock()
 
     async def answer(self, path: str, body: bytes) -> bytes:

@@ -53,8 +53,8 @@ class Counts(Struct):
 
     tokens: int = 0
     reasoning: int = 0  # of `tokens`
-    told: int = 0
-    told_reasoning: int = 0
+    reported: int = 0
+    reported_reasoning: int = 0
 
 
 class Tally(Struct):
@@ -72,8 +72,10 @@ class Tally(Struct):
     def usage_with(self, index: int) -> Usage:
         """Return the usage for a chunk that covers all tokens so far of one choice."""
         own, counts = self.choices[index], self.choices
-        own.told, own.told_reasoning = own.tokens, own.reasoning
-        return self._usage(sum(c.told for c in counts), sum(c.told_reasoning for c in counts))
+        own.reported, own.reported_reasoning = own.tokens, own.reasoning
+        return self._usage(
+            sum(c.reported for c in counts), sum(c.reported_reasoning for c in counts)
+        )
 
     def _usage(self, num_tokens: int, num_reasoning: int) -> Usage:
         return Usage(

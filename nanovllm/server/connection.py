@@ -88,10 +88,10 @@ class Connection(HttpToolsProtocol):
         settings: ServerConfig,
         counts: HttpCounts,
         refusals: RefusalLog,
-        **given: Any,  # noqa: ANN401
+        **options: Any,  # noqa: ANN401
     ) -> None:
-        """`given` holds the arguments that uvicorn passes to its protocols."""
-        super().__init__(**given)
+        """`options` holds the arguments that uvicorn passes to its protocols."""
+        super().__init__(**options)
         self._settings = settings
         self._counts = counts
         self._refusals = refusals

@@ -62,10 +62,10 @@ class Cors:
 
 def _allowed(scope: Scope) -> list[Header]:
     """Return the headers that permit the request announced by OPTIONS."""
-    wanted = header(scope, b"access-control-request-headers") or b""
+    headers = header(scope, b"access-control-request-headers") or b""
     allowed = [
         (b"access-control-allow-methods", METHODS),
-        (b"access-control-allow-headers", wanted),
+        (b"access-control-allow-headers", headers),
         (b"access-control-max-age", b"%d" % ALLOWED_S),
     ]
     if header(scope, NETWORK) == b"true":

@@ -70,9 +70,9 @@ def too_long(num_tokens: int, context: int, *, is_least: bool = False) -> ApiErr
     return ApiError(400, text, param="messages", code="context_length_exceeded")
 
 
-def unknown_model(asked: str, names: Iterable[str]) -> ApiError:
+def unknown_model(model: str, names: Iterable[str]) -> ApiError:
     listed = " or ".join(map(repr, names))
-    text = f"the model {asked[:200]!r} does not exist; this server has {listed}"
+    text = f"the model {model[:200]!r} does not exist; this server has {listed}"
     return ApiError(404, text, param="model", code="model_not_found")
 
 

@@ -133,10 +133,10 @@ def runtime_adapters(
     """
     large.name(served.adapters)
     engines.adapters = served.adapters
-    asked = config.recipe.adapters
-    if asked is None or not asked.runtime:
+    options = config.recipe.adapters
+    if options is None or not options.runtime:
         return None
-    return RuntimeAdapters(asked, engines, served)
+    return RuntimeAdapters(options, engines, served)
 
 
 def _raise_file_limit() -> None:

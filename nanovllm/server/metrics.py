@@ -213,8 +213,8 @@ def _sum(page: _Page, engines: Sequence[Seen]) -> None:
     """Replace the samples of SUMMED by one each. `engines` are those that run."""
     if not engines:
         return
-    found = [page.samples.pop(name, {}) for name in SUMMED]
-    running, waiting, usage, _, adapters = [sum(values.values()) for values in found]
+    samples = [page.samples.pop(name, {}) for name in SUMMED]
+    running, waiting, usage, _, adapters = [sum(values.values()) for values in samples]
     ready = engines[0].ready
     page.labels = f"model_name={quoted(ready.model)}"
     page.add("vllm:num_requests_running", running)

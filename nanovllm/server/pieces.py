@@ -57,7 +57,7 @@ class Pieces:
     def _parts(cut: re.Pattern[str], text: str) -> Iterator[tuple[str, bool]]:
         """Yield the text in parts, each with whether it is one long piece."""
         begin, start = 0, 0  # of what has not been yielded, and of the piece
-        ends = [(found.start(), found.end()) for found in cut.finditer(text)]
+        ends = [(match.start(), match.end()) for match in cut.finditer(text)]
         for end, after in [*ends, (len(text), len(text))]:
             if end - start >= LEAST_CHARS:
                 if begin < start:

@@ -327,17 +327,17 @@ def _check_output(request: ChatRequest) -> None:
 
 
 def _check_format(request: ChatRequest) -> None:
-    wanted, other = request.response_format, request.structured_outputs
-    if wanted is not None:
-        kind = wanted.get("type")
+    response_format, other = request.response_format, request.structured_outputs
+    if response_format is not None:
+        kind = response_format.get("type")
         if kind not in FORMATS:
             raise bad_value("response_format.type", f"one of {', '.join(FORMATS)}", kind)
-        body = wanted.get("json_schema")
+        body = response_format.get("json_schema")
         if kind == "json_schema" and not isinstance(body, dict):
             raise bad_value("response_format.json_schema", "an object with the schema", body)
     if other is None:
         return
-    if wanted is not None and wanted["type"] != "text":
+    if response_format is not None and response_format["type"] != "text":
         raise misplaced("structured_outputs", "cannot be given together with response_format")
     named = [field for field in STRUCTURES if other.get(field) not in (None, False)]
     if len(named) != 1:

@@ -74,11 +74,11 @@ def check_token_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
             raise bad_value(field, f"ids from 0 to {vocab_size - 1}", token_id)
 
 
-def check_biases(given: Mapping[str, object], vocab_size: int) -> None:
+def check_biases(biases: Mapping[str, object], vocab_size: int) -> None:
     """Check logit_bias. Raise ApiError that names the key at fault."""
-    if len(given) > MAX_TOKEN_IDS:
-        raise bad_value("logit_bias", f"at most {MAX_TOKEN_IDS} ids", len(given))
-    for key, bias in given.items():
+    if len(biases) > MAX_TOKEN_IDS:
+        raise bad_value("logit_bias", f"at most {MAX_TOKEN_IDS} ids", len(biases))
+    for key, bias in biases.items():
         where = f"logit_bias.{key[:40]}"
         if not WHOLE.fullmatch(key) or not 0 <= int(key) < vocab_size:
             raise bad_value(where, f"keyed by a token id from 0 to {vocab_size - 1}", key)

@@ -151,14 +151,14 @@ def _shape_arguments(function: dict[str, Any], *, as_text: bool) -> None:
 
     A client may send a truncated call back. Templates that iterate then get its readable part.
     """
-    given = function["arguments"]
-    if as_text and not isinstance(given, str):
-        function["arguments"] = json.dumps(given, ensure_ascii=False)
-    elif isinstance(given, str) and not as_text:
-        for text in closable(given):
+    arguments = function["arguments"]
+    if as_text and not isinstance(arguments, str):
+        function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    elif isinstance(arguments, str) and not as_text:
+        for text in closable(arguments):
             with contextlib.suppress(ValueError, RecursionError):
                 value = json.loads(text)
-                function["arguments"] = value if isinstance(value, dict) else given
+                function["arguments"] = value if isinstance(value, dict) else arguments
                 return
 
 

@@ -58,15 +58,15 @@ class Dicts:
 
 def environment() -> ImmutableSandboxedEnvironment:
     extensions = [Generation, "jinja2.ext.loopcontrols"]
-    made = ImmutableSandboxedEnvironment(
+    sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=extensions
     )
-    made.filters["tojson"] = _tojson
-    made.globals["raise_exception"] = _raise_exception
-    made.globals["strftime_now"] = _strftime_now
-    made.globals["namespace"] = PublicNamespace
-    made.globals["dict"] = Dicts()
-    return made
+    sandbox.filters["tojson"] = _tojson
+    sandbox.globals["raise_exception"] = _raise_exception
+    sandbox.globals["strftime_now"] = _strftime_now
+    sandbox.globals["namespace"] = PublicNamespace
+    sandbox.globals["dict"] = Dicts()
+    return sandbox
 
 
 def _tojson(

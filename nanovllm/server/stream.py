@@ -206,13 +206,13 @@ class Stream:
                 self._client.abort(choice.message.request_id)
 
     def _body(self) -> bytes:
-        wanted = bool(self._request.logprobs)
+        wants_logprobs = bool(self._request.logprobs)
         handover = self.choices[0].handover
         completion = ChatCompletion(
             id=self._response_id,
             created=self._created,
             model=self._model,
-            choices=[writer.choice(with_logprobs=wanted) for writer in self._whole],
+            choices=[writer.choice(with_logprobs=wants_logprobs) for writer in self._whole],
             usage=self.tally.usage(),
             prompt_token_ids=self._prompt_ids or UNSET,
             kv_transfer_params=msgspec.Raw(handover.encode()) if handover else UNSET,

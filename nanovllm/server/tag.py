@@ -160,38 +160,44 @@ class _Writer:
                 arguments(syntax, function, {})
 
     def _functions(self, names: tuple[str, ...]) -> dict[str, ToolSchema]:
-        found: dict[str, ToolSchema] = {}
+        tools: dict[str, ToolSchema] = {}
         for at, function in enumerate(tool["function"] for tool in self._request.tools or ()):
             if function["name"] in names:
                 where = f"tools[{at}].function.parameters"
-                given = function.get("parameters") or {"type": "object", "properties": {}}
+                schema = function.get("parameters") or {"type": "object", "properties": {}}
                 exact = function.get("strict") is True
-                found[function["name"]] = ToolSchema(where, given, exact)
-        return found
+                tools[function["name"]] = ToolSchema(where, schema, exact)
+        return tools
 
     # -- content in the client's form -----------------------------------------------------------
 
     def _content(self) -> Format | None:
         """Return the format of the content, or None if any text is allowed."""
-        wanted, given = self._request.response_format or {}, self._request.structured_outputs
-        if given is not None:
-            return self._structured(given)
-        kind, where = wanted.get("type"), "response_format.json_schema.schema"
+        response_format, structured = (
+            self._request.response_format or {},
+            self._request.structured_outputs,
+        )
+        if structured is not None:
+            return self._structured(structured)
+        kind, where = response_format.get("type"), "response_format.json_schema.schema"
         if kind == "json_object":
             return grammar(compiled(OBJECT, where, exact=True))
         if kind == "json_schema":
-            body, exact = wanted["json_schema"], wanted["json_schema"].get("strict") is not False
+            body, exact = (
+                response_format["json_schema"],
+                response_format["json_schema"].get("strict") is not False,
+            )
             return grammar(compiled(body.get("schema"), where, exact=exact))
-        return self._tag(wanted, "response_format") if kind == "structural_tag" else None
+        return self._tag(response_format, "response_format") if kind == "structural_tag" else None
 
-    def _structured(self, given: dict[str, Any]) -> Format:
-        kind = next(k for k in STRUCTURES if given.get(k) not in (None, False))
-        value, where = given[kind], f"structured_outputs.{kind}"
-        space = 1 if given.get("disable_any_whitespace") else MAX_SPACE
+    def _structured(self, structured: dict[str, Any]) -> Format:
+        kind = next(k for k in STRUCTURES if structured.get(k) not in (None, False))
+        value, where = structured[kind], f"structured_outputs.{kind}"
+        space = 1 if structured.get("disable_any_whitespace") else MAX_SPACE
         if kind == "json_object":
             return grammar(compiled(OBJECT, where, exact=True, max_space=space))
         if kind == "json":
-            schema, exact = _loaded(value, where), given.get("strict") is not False
+            schema, exact = _loaded(value, where), structured.get("strict") is not False
             return grammar(compiled(schema, where, exact=exact, max_space=space))
         if kind == "choice":
             is_list = isinstance(value, list) and 0 < len(value) <= MAX_VALUES
@@ -205,46 +211,46 @@ class _Writer:
         format_ = {"type": kind, "pattern" if kind == "regex" else "grammar": value}
         return dict(self._format(format_, where, 0))
 
-    def _tag(self, given: Any, where: str) -> Format:  # noqa: ANN401 - any JSON
-        if len(json.dumps(given)) > MAX_BYTES:
+    def _tag(self, tag: Any, where: str) -> Format:  # noqa: ANN401 - any JSON
+        if len(json.dumps(tag)) > MAX_BYTES:
             raise bad_value(where, f"at most {MAX_BYTES} bytes of JSON", "more")
-        if not isinstance(given, dict) or not isinstance(given.get("format"), dict):
-            raise bad_value(f"{where}.format", "an object", given)
-        return dict(self._format(given["format"], f"{where}.format", 0))
+        if not isinstance(tag, dict) or not isinstance(tag.get("format"), dict):
+            raise bad_value(f"{where}.format", "an object", tag)
+        return dict(self._format(tag["format"], f"{where}.format", 0))
 
-    def _format(self, given: Any, where: str, depth: int) -> Any:  # noqa: ANN401
+    def _format(self, content: Any, where: str, depth: int) -> Any:  # noqa: ANN401
         """Return a client's format with schemas and expressions checked and tokens as ids."""
         if depth > MAX_TAG_DEPTH:
             raise bad_value(where, f"nested at most {MAX_TAG_DEPTH} deep", "more")
-        if isinstance(given, list):
-            return [self._format(e, f"{where}[{i}]", depth + 1) for i, e in enumerate(given)]
-        if not isinstance(given, dict):
-            return given
-        kind = given.get("type")
+        if isinstance(content, list):
+            return [self._format(e, f"{where}[{i}]", depth + 1) for i, e in enumerate(content)]
+        if not isinstance(content, dict):
+            return content
+        kind = content.get("type")
         if kind == "json_schema":
-            place, space = f"{where}.json_schema", given.get("max_whitespace_cnt", MAX_SPACE)
+            place, space = f"{where}.json_schema", content.get("max_whitespace_cnt", MAX_SPACE)
             if type(space) is not int or not 0 <= space <= MAX_TAG_SPACE:
                 limits = f"an integer from 0 to {MAX_TAG_SPACE}"
                 raise bad_value(f"{where}.max_whitespace_cnt", limits, space)
-            if given.get("style", "json") != "json":
-                raise bad_value(f"{where}.style", "json", given["style"])
-            return grammar(compiled(given.get("json_schema"), place, exact=True, max_space=space))
+            if content.get("style", "json") != "json":
+                raise bad_value(f"{where}.style", "json", content["style"])
+            return grammar(compiled(content.get("json_schema"), place, exact=True, max_space=space))
         if kind == "regex":
             try:
-                vet(_text(given.get("pattern"), where))
+                vet(_text(content.get("pattern"), where))
             except PatternError as error:
-                raise bad_value(where, f"without {error}", given["pattern"]) from None
+                raise bad_value(where, f"without {error}", content["pattern"]) from None
         if kind == "grammar":
-            _text(given.get("grammar"), where)
+            _text(content.get("grammar"), where)
         if kind == "token":
-            return given | {"token": self._token(given.get("token"), f"{where}.token")}
-        return {key: self._format(v, f"{where}.{key}", depth + 1) for key, v in given.items()}
+            return content | {"token": self._token(content.get("token"), f"{where}.token")}
+        return {key: self._format(v, f"{where}.{key}", depth + 1) for key, v in content.items()}
 
-    def _token(self, given: Any, where: str) -> Any:  # noqa: ANN401
+    def _token(self, token: Any, where: str) -> Any:  # noqa: ANN401
         """Return the id of a token that is given as text or id."""
-        token_id = self._id_of(given) if isinstance(given, str) else given
+        token_id = self._id_of(token) if isinstance(token, str) else token
         if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
-            raise bad_value(where, "a token of this model", given)
+            raise bad_value(where, "a token of this model", token)
         return token_id
 
 

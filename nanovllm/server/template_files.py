@@ -59,15 +59,17 @@ def _sources(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     return sources
 
 
-def _named(given: object) -> dict[str, str]:
+def _named(templates: object) -> dict[str, str]:
     """Return templates by name, from a single one or from several with names."""
-    if isinstance(given, str):
-        return {DEFAULT: given}
-    if isinstance(given, Sequence):
-        given = {e["name"]: e.get("template") for e in given if isinstance(e, dict) and "name" in e}
-    if not isinstance(given, dict):
+    if isinstance(templates, str):
+        return {DEFAULT: templates}
+    if isinstance(templates, Sequence):
+        templates = {
+            e["name"]: e.get("template") for e in templates if isinstance(e, dict) and "name" in e
+        }
+    if not isinstance(templates, dict):
         return {}
-    return {str(name): source for name, source in given.items() if isinstance(source, str)}
+    return {str(name): source for name, source in templates.items() if isinstance(source, str)}
 
 
 def _token_text(value: object) -> str | None:

@@ -18,21 +18,21 @@ class ToolChoice(Struct, frozen=True):
     is_named: bool = False  # exactly one call, of the single name
 
 
-def tool_choice(given: str | dict[str, Any] | None, names: Sequence[str]) -> ToolChoice:
+def tool_choice(choice: str | dict[str, Any] | None, names: Sequence[str]) -> ToolChoice:
     """Return the choice among `names`, those of the request's tools. Raise ApiError."""
     names = tuple(names)
-    if given == "none" or (given is None and not names):
+    if choice == "none" or (choice is None and not names):
         return ToolChoice("none")
-    kind = given.get("type") if isinstance(given, dict) else None
-    if given not in (None, "auto", "required") and kind not in ("function", "allowed_tools"):
-        raise bad_value("tool_choice", FORMS, given)
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if choice not in (None, "auto", "required") and kind not in ("function", "allowed_tools"):
+        raise bad_value("tool_choice", FORMS, choice)
     if not names:
         raise misplaced("tool_choice", "must be left out or 'none' if there are no tools")
-    if not isinstance(given, dict):
-        return ToolChoice("required" if given == "required" else "auto", names)
+    if not isinstance(choice, dict):
+        return ToolChoice("required" if choice == "required" else "auto", names)
     if kind == "function":
-        return ToolChoice("required", (_name(given, "tool_choice", names),), is_named=True)
-    allowed = given.get("allowed_tools", given)
+        return ToolChoice("required", (_name(choice, "tool_choice", names),), is_named=True)
+    allowed = choice.get("allowed_tools", choice)
     mode = allowed.get("mode") if isinstance(allowed, dict) else None
     tools = allowed.get("tools") if isinstance(allowed, dict) else None
     where = "tool_choice.allowed_tools"
@@ -44,8 +44,8 @@ def tool_choice(given: str | dict[str, Any] | None, names: Sequence[str]) -> Too
     return ToolChoice(mode, tuple(dict.fromkeys(allowed_names)))
 
 
-def _name(given: object, where: str, names: tuple[str, ...]) -> str:
-    function = given.get("function") if isinstance(given, dict) else None
+def _name(choice: object, where: str, names: tuple[str, ...]) -> str:
+    function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if name not in names:
         raise bad_value(f"{where}.function.name", "the name of one of the tools", name)

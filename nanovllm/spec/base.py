@@ -82,10 +82,10 @@ def drafter_of(recipe: Recipe, sampler: Sampler) -> Drafter | None:
     """Return the recipe's drafter, or None without `speculate`."""
     if recipe.speculate is None:
         return None
-    asked = asdict(recipe.speculate)
-    make: Callable[..., Drafter] = resolve(DRAFTERS, asked.pop("method"))
+    options = asdict(recipe.speculate)
+    make: Callable[..., Drafter] = resolve(DRAFTERS, options.pop("method"))
     return make(
-        **asked,
+        **options,
         kernel=recipe.kernels.batch_prep,
         seeds_N=sampler.seeds_N,
         vocab_size=sampler.vocab_size,

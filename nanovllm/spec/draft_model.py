@@ -98,17 +98,17 @@ class DraftModelLoader:
 
 def found_at(config: Config) -> tuple[Path, Path]:
     """Return the draft model's folder and config.json. Raise ConfigError if it cannot be one."""
-    asked, is_dummy = config.recipe.speculate, config.recipe.load.format == "dummy"
-    assert asked is not None
-    if asked.model is None:
+    speculate, is_dummy = config.recipe.speculate, config.recipe.load.format == "dummy"
+    assert speculate is not None
+    if speculate.model is None:
         if config.recipe.model == "demo":
             return DEMO / "draft", DEMO / "draft/config.json"
         raise ConfigError(f"{KEY} is missing; give the folder of a small model")
-    path = Path(asked.model).expanduser()
+    path = Path(speculate.model).expanduser()
     if is_dummy and path.suffix == ".json" and path.is_file():
         return path.parent, path
     if not path.is_dir():
-        raise ConfigError(f"{KEY}: {asked.model} is not a folder; give that of a small model")
+        raise ConfigError(f"{KEY}: {speculate.model} is not a folder; give that of a small model")
     checkpoint.check(path, has_weights=not is_dummy)
     return path, path / "config.json"
 

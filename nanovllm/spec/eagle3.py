@@ -28,19 +28,22 @@ class Eagle3Loader:
     def __init__(
         self, config: Config, target: DecoderConfig, mesh: Mesh, element_bytes: int
     ) -> None:
-        asked = config.recipe.speculate
-        assert asked is not None and asked.model is not None
+        speculate = config.recipe.speculate
+        assert speculate is not None and speculate.model is not None
         self.config, self.mesh = config, mesh
-        self.folder, is_dummy = Path(asked.model).expanduser(), config.recipe.load.format == "dummy"
+        self.folder, is_dummy = (
+            Path(speculate.model).expanduser(),
+            config.recipe.load.format == "dummy",
+        )
         if not (self.folder.is_dir() or (is_dummy and self.folder.suffix == ".json")):
             raise ConfigError(
-                f"speculate.model: {asked.model} is not a folder; give that of an EAGLE-3 head"
+                f"speculate.model: {speculate.model} is not a folder; give that of an EAGLE-3 head"
             )
         self.spec = read_eagle3(
             self.folder,
             target,
-            taps=asked.taps or None,
-            rope_theta=asked.rope_theta,
+            taps=speculate.taps or None,
+            rope_theta=speculate.rope_theta,
             is_dummy=is_dummy,
         )
         try:

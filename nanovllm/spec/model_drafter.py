@@ -39,16 +39,16 @@ class ModelDrafter:
         backend: AttentionBackend,
         sampler: Sampler,
         *,
-        asked: Speculate,
+        options: Speculate,
         page_tokens: int,
         max_tokens: int,
     ) -> None:
         """`max_tokens` is the maximum length of a request."""
         self.model, self.backend = model, backend
-        self.num_drafts = asked.tokens
-        self.accept = coins(asked.accept, sampler.seeds_N) if asked.accept else None
+        self.num_drafts = options.tokens
+        self.accept = coins(options.accept, sampler.seeds_N) if options.accept else None
         self.page_tokens, self.max_tokens = page_tokens, max_tokens
-        self._draw = sampler.draw if asked.drafts_by == "shared" else sampler.argmax
+        self._draw = sampler.draw if options.drafts_by == "shared" else sampler.argmax
 
     def propose(self, step: DraftStep) -> Tensor:
         slots_R, padding = step.slots_R, len(step.lengths_N) - 1
@@ -80,12 +80,12 @@ class ModelDrafter:
     def _first(self, step: DraftStep) -> Batch:
         """Return the rows of the first pass: those of the step, with 1 - lag tokens more each."""
         target, rows_R, lag = step.batch, step.rows_R, self.model.lag
-        num_rows, more, device = len(rows_R), 1 - lag, rows_R.device
-        num_tokens = step.num_tokens + more * num_rows
+        num_rows, num_extra, device = len(rows_R), 1 - lag, rows_R.device
+        num_tokens = step.num_tokens + num_extra * num_rows
         fed_R = target.starts_R1[: num_rows + 1].diff()
         before_R = target.lengths_R[:num_rows] - fed_R
         starts_R1 = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
-        torch.cumsum(fed_R + more, 0, dtype=torch.int32, out=starts_R1[1:])
+        torch.cumsum(fed_R + num_extra, 0, dtype=torch.int32, out=starts_R1[1:])
         token_T = torch.arange(num_tokens, dtype=torch.int32, device=device)
         row_T = torch.searchsorted(starts_R1[1:], token_T, right=True)  # num_rows for padding
         padding = len(step.lengths_N) - 1
@@ -94,19 +94,21 @@ class ModelDrafter:
         positions_T = offsets_T.where(row_T < num_rows, 0).long()
         last_R = starts_R1[:-1] + step.lengths_N[rows_R] - lag - before_R
         is_decode = target.num_decodes >= num_rows
-        decoded = num_tokens if is_decode else target.num_decode_tokens + more * target.num_decodes
+        decoded = (
+            num_tokens if is_decode else target.num_decode_tokens + num_extra * target.num_decodes
+        )
         rows = replace(
             target,
             token_ids_T=step.tokens_NL[slots_T, positions_T + lag].long(),
             slots_R=rows_R,
             starts_R1=starts_R1,
-            lengths_R=before_R + fed_R + more,
+            lengths_R=before_R + fed_R + num_extra,
             sampled_at=last_R.long().clamp(0, num_tokens - 1),
             num_decodes=min(target.num_decodes, num_rows),
             num_decode_tokens=decoded,
-            decode_width=target.decode_width + more,
-            max_new=target.max_new + more,
-            max_length=target.max_length + more,
+            decode_width=target.decode_width + num_extra,
+            max_new=target.max_new + num_extra,
+            max_length=target.max_length + num_extra,
         )
         return self._placed(rows, step, slots_T, positions_T)
 

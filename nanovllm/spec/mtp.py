@@ -85,5 +85,5 @@ def with_stored_types(spec: MtpSpec, dtypes: dict[str, str], *, is_made: bool) -
         for name, dtype in dtypes.items()
         if name.endswith(".weight") and dtype in FLOATS
     }
-    kept = with_fields(quantised, modules_to_not_convert=quantised.kept | floats)
-    return replace(spec, config=with_fields(spec.config, quantization_config=kept))
+    stored = with_fields(quantised, modules_to_not_convert=quantised.kept | floats)
+    return replace(spec, config=with_fields(spec.config, quantization_config=stored))

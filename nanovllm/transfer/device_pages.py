@@ -163,11 +163,11 @@ def opened_memory(
         if memory is None or not memory.parts:
             raise PeerError("memory", "it offers no memory of a GPU")
         check_memory(memory, reader.own)
-        found = PeerMemory(reader.open(memory), memory, peer)
+        memory_of_peer = PeerMemory(reader.open(memory), memory, peer)
     except PeerError as error:
         if reader.is_required:
             raise
         log.info("transfer.peers: pages of %s:%d come by socket: %s", *peer, error)
         return None
     log.info("transfer.peers: pages of %s:%d are copied from its device", *peer)
-    return found
+    return memory_of_peer

@@ -104,8 +104,8 @@ class Fetches:
     def generations(self) -> list[int]:
         """Return the leases that are still wanted, for a heartbeat."""
         with self._changed:
-            wanted = [*self._queue, *([self._running] if self._running else [])]
-            return [*self._kept, *(f.ticket.generation for f in wanted if f.state != "done")]
+            pending = [*self._queue, *([self._running] if self._running else [])]
+            return [*self._kept, *(f.ticket.generation for f in pending if f.state != "done")]
 
     def copy(self, fetch: Fetch, place: int, data: memoryview) -> bool:
         """Copy a page to the caller's buffer. Return False if the fetch is done."""

@@ -126,11 +126,11 @@ class PageClient:
         """
         number = next(self._numbers)
         views = [memoryview(buffer).cast("B") for buffer in buffers]
-        wanted = range(len(ticket.pages)) if places is None else places
-        if len(views) != len(wanted) or any(len(v) != self._page_bytes for v in views):
-            raise ValueError(f"{len(wanted)} buffers of {self._page_bytes} bytes are needed")
+        chosen = range(len(ticket.pages)) if places is None else places
+        if len(views) != len(chosen) or any(len(v) != self._page_bytes for v in views):
+            raise ValueError(f"{len(chosen)} buffers of {self._page_bytes} bytes are needed")
         peer = self._peer_of(ticket.engine)
-        fetch = Fetch(number, ticket, views, wanted, arrivals=arrivals, targets=targets)
+        fetch = Fetch(number, ticket, views, chosen, arrivals=arrivals, targets=targets)
         if peer is not None:
             self._open[number] = peer, fetch
         if peer is None or not peer.fetches.add(fetch):

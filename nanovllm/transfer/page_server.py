@@ -177,8 +177,8 @@ class PageServer:
                 if lease is not None:
                     self._source.release(lease)
 
-    def _send_pages(self, connection: SealedConnection, wanted: ReadPages) -> None:
-        generation, first, last = wanted.generation, wanted.first, wanted.first + wanted.count
+    def _send_pages(self, connection: SealedConnection, request: ReadPages) -> None:
+        generation, first, last = request.generation, request.first, request.first + request.count
         lease = self._leases.lease_of(generation)
         if lease is None:
             connection.send(encode(EndedLeases([generation])))
@@ -187,7 +187,7 @@ class PageServer:
         count = num_pages + (self._card.state_parts if lease.state >= 0 else 0)
         if not 0 <= first < last <= count:
             raise PeerError("protocol", f"pages {first} to {last} of {count} were wanted")
-        source, share, shares = self._source, wanted.share, wanted.shares
+        source, share, shares = self._source, request.share, request.shares
         check_share(share, shares)
         for place in range(first, last):
             try:

@@ -144,14 +144,14 @@ def _proof(key: bytes, role: bytes, nonces: bytes) -> bytes:
 
 def _receive(sock: socket.socket, count: int, deadline: float) -> bytes:
     """Receive bytes of the handshake until its deadline."""
-    found = b""
-    while len(found) < count:
+    received = b""
+    while len(received) < count:
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("the handshake took too long")
         sock.settimeout(left)
-        more = sock.recv(count - len(found))
-        if not more:
+        part = sock.recv(count - len(received))
+        if not part:
             raise ConnectionResetError("the peer closed the connection")
-        found += more
-    return found
+        received += part
+    return received

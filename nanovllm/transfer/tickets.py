@@ -81,19 +81,23 @@ class TicketKey:
         """
         ticket = self._opened(text)
         if ticket.version != VERSION:
-            said = f"the ticket has version {ticket.version} instead of {VERSION}: use one release"
-            raise TicketError("version", said)
+            reason = (
+                f"the ticket has version {ticket.version} instead of {VERSION}: use one release"
+            )
+            raise TicketError("version", reason)
         if now > ticket.expires_at + MAX_SKEW_S:
             late = now - ticket.expires_at
             raise TicketError(
                 "expired", f"the ticket expired {late:.0f} s ago by this host's clock"
             )
         if ticket.identity != identity:
-            said = "the prefill engine has another model, other weights or other settings"
-            raise TicketError("model", said)
+            reason = "the prefill engine has another model, other weights or other settings"
+            raise TicketError("model", reason)
         if ticket.layout != layout:
-            said = "the prefill engine has another cache layout, dtype or number of tokens per page"
-            raise TicketError("layout", said)
+            reason = (
+                "the prefill engine has another cache layout, dtype or number of tokens per page"
+            )
+            raise TicketError("layout", reason)
         return ticket
 
     def _opened(self, text: str) -> Ticket:
@@ -105,8 +109,8 @@ class TicketKey:
             raise TicketError("malformed", "the ticket is not base64url") from None
         mac, body = raw[:MAC_BYTES], raw[MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(body)):
-            said = "the ticket's signature is wrong: it was altered, or the peers' secrets differ"
-            raise TicketError("forged", said)
+            reason = "the ticket's signature is wrong: it was altered, or the peers' secrets differ"
+            raise TicketError("forged", reason)
         return _decoded(body)
 
     def _mac(self, body: bytes) -> bytes:
@@ -118,8 +122,8 @@ def _decoded(body: bytes) -> Ticket:
     try:
         return msgspec.msgpack.decode(body, type=Ticket)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        said = "the ticket has other fields than this release uses: use one release"
-        raise TicketError("version", said) from None
+        reason = "the ticket has other fields than this release uses: use one release"
+        raise TicketError("version", reason) from None
 
 
 def derived_key(secret: str, scope: bytes) -> bytes:

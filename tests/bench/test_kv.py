@@ -17,7 +17,7 @@ from nanovllm.bench.plan import STEP, MemoryPlan, plan_of
 from nanovllm.cli.commands import config_of, numbers, profile_kv
 from nanovllm.config import Config, ConfigError, load_config
 from nanovllm.runner.build import build
-from nanovllm.runner.resolved import resolved
+from nanovllm.runner.resolved import resolve_config
 from nanovllm.runner.room import check_room
 from nanovllm.sampling.logprobs import Logprobs
 
@@ -164,7 +164,7 @@ def test_what_does_not_fit_on_a_cpu_is_told_as_serve_tells_it(
     assert found[0].startswith("Qwen/Qwen3-8B does not fit on this CPU: ") and cure in found[0]
     config = config_of("qwen3-8b", (), device="cpu", load_format="dummy")
     with pytest.raises(ConfigError, match=cure):
-        check_room(resolved(config))
+        check_room(resolve_config(config))
 
 
 def test_an_h100_is_not_faster_than_an_h200() -> None:
@@ -242,8 +242,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPlan]:
 
     def measure(config: Config, plan: MemoryPlan) -> MemoryPlan:
         asked.append(plan)
-        more = plan.taken[kv.WEIGHTS] // 100
-        return dataclasses.replace(plan, taken=plan.taken | {STEP: plan.taken[STEP] + more})
+        more = plan.used[kv.WEIGHTS] // 100
+        return dataclasses.replace(plan, taken=plan.used | {STEP: plan.used[STEP] + more})
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
@@ -293,11 +293,11 @@ def test_what_is_measured(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(None, ["schedule.slots=3"], flags)
     plan = plan_of(config, CPU, tp)
     measured = kv.measure(config, plan)
-    assert measured.taken == {
+    assert measured.used == {
         "weights": 7, "full step": 143, "CUDA and others": 500, "graphs": GIB,
         "log-probabilities": 60,
     }  # fmt: skip
-    assert (measured.share, measured.spare, measured.found.mesh.tp_size) == (3600, 400, tp)
+    assert (measured.share, measured.spare, measured.resolved.mesh.tp_size) == (3600, 400, tp)
     (logprobs,) = [found for found in sampled if found is not None]
     assert logprobs.top_ids_WK.shape == (3, 20)  # maximum number for each slot
     assert not held and not peaks

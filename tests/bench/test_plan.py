@@ -30,7 +30,7 @@ from nanovllm.experts import ExpertLoad, write_placement
 from nanovllm.kv.layout import CacheLayout, PagedGroup, StateGroup
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.build import build, load
-from nanovllm.runner.resolved import Resolved, resolved
+from nanovllm.runner.resolved import Resolved, resolve_config
 
 GIB, MIB = 1 << 30, 1 << 20
 H200 = KNOWN["h200"]
@@ -41,7 +41,7 @@ def config_of(name: str | None, *overrides: str) -> Config:
 
 
 def page_bytes(plan: MemoryPlan) -> int:
-    return plan.found.layout.bytes_per_token * plan.found.page_tokens
+    return plan.resolved.layout.bytes_per_token * plan.resolved.page_tokens
 
 
 def on_h200(name: str, *overrides: str, tp: int = 1) -> MemoryPlan:
@@ -54,22 +54,22 @@ def on_h200(name: str, *overrides: str, tp: int = 1) -> MemoryPlan:
 def test_a_small_model_by_hand() -> None:
     """The demo model: 8 layers of 256, 8 heads and 2 key/value heads of 32, inner size 768."""
     plan = plan_of(config_of(None, "schedule.slots=4", "schedule.step_tokens=64"), H200, 1)
-    demo = plan.found.model_config
+    demo = plan.resolved.model_config
     hidden, heads, kv, size, inner, vocab, layers = (
         demo.hidden_size, demo.num_attention_heads, demo.num_key_value_heads, demo.head_size,
         demo.intermediate_size, demo.vocab_size, demo.num_hidden_layers,
     )  # fmt: skip
     queries, qkv = heads * size, (heads + 2 * kv) * size
     block = hidden * (qkv + queries + 3 * inner) + 2 * hidden + 2 * size
-    assert plan.taken[WEIGHTS] == 2 * (vocab * hidden + layers * block + hidden) + 4096 * size * 4
-    assert plan.found.layout.bytes_per_token == layers * kv * 2 * size * 2
-    page = 128 * plan.found.layout.bytes_per_token
+    assert plan.used[WEIGHTS] == 2 * (vocab * hidden + layers * block + hidden) + 4096 * size * 4
+    assert plan.resolved.layout.bytes_per_token == layers * kv * 2 * size * 2
+    page = 128 * plan.resolved.layout.bytes_per_token
     columns = 4 * (4 + 1) * (4096 + 1 + 32)
     widest = max(3 * hidden + qkv + 2 * queries, 3 * hidden + max(inner + hidden, inner))
     rows = max(2 * 64 * widest, 2 * 4 * vocab)
-    assert plan.taken[STEP] == columns + 2 * page + 32 * MIB + rows
-    assert plan.taken[LOGPROBS] == 4 * vocab * (2 + 4 + 4)
-    assert (plan.taken[OTHERS], plan.taken[GRAPHS]) == (CUDA_BYTES, GIB)
+    assert plan.used[STEP] == columns + 2 * page + 32 * MIB + rows
+    assert plan.used[LOGPROBS] == 4 * vocab * (2 + 4 + 4)
+    assert (plan.used[OTHERS], plan.used[GRAPHS]) == (CUDA_BYTES, GIB)
     assert plan.pages == 4 * 32 and plan.tokens == 4 * 4096  # 4 slots cannot use more
 
 
@@ -93,11 +93,11 @@ def test_models_by_hand_and_the_pages_that_an_h200_had(
     name: str, weights: int, token: int, step: int, pages: int | None
 ) -> None:
     plan = on_h200(name)
-    slots = int(plan.found.recipe.schedule.slots)
-    assert plan.taken[WEIGHTS] == 2 * weights + 32768 * 128 * 4
-    assert plan.found.layout.bytes_per_token == token and page_bytes(plan) == 128 * token
+    slots = int(plan.resolved.recipe.schedule.slots)
+    assert plan.used[WEIGHTS] == 2 * weights + 32768 * 128 * 4
+    assert plan.resolved.layout.bytes_per_token == token and page_bytes(plan) == 128 * token
     columns = 4 * (slots + 1) * (32768 + 1 + 256)
-    assert plan.taken[STEP] == columns + 2 * page_bytes(plan) + 32 * MIB + step
+    assert plan.used[STEP] == columns + 2 * page_bytes(plan) + 32 * MIB + step
     if pages is not None:  # from records and results/h200-x1/kv
         assert plan.pages == pages
 
@@ -124,14 +124,14 @@ def test_without_the_fused_gate_a_step_takes_more() -> None:
 @pytest.mark.parametrize(("tp", "heads"), [(1, 8), (2, 4), (4, 2), (8, 1), (16, 1), (32, 1)])
 def test_key_value_heads_are_cut_and_then_copied(tp: int, heads: int) -> None:
     plan = on_h200("qwen3-8b", tp=tp)
-    assert plan.found.mesh.tp_size == tp
-    (group,) = plan.found.layout.paged
+    assert plan.resolved.mesh.tp_size == tp
+    (group,) = plan.resolved.layout.paged
     assert (group.num_heads, group.bytes_per_token) == (heads, 36 * heads * 256 * 2)
     copied = 36 * 4096 * max(0, 2 * tp - 16) * 128  # over all ranks
     vocabulary = min(151936, -(-75 // tp) * 2048)  # whole blocks; rank 0 has one more than others
     weights = 2 * vocabulary * 4096 + (36 * 192_946_432 + copied) // tp
-    assert plan.taken[WEIGHTS] - 16 * MIB == pytest.approx(2 * weights, rel=0.01)
-    assert plan.taken[OTHERS] == CUDA_BYTES + (RANKS_BYTES if tp > 1 else 0)
+    assert plan.used[WEIGHTS] - 16 * MIB == pytest.approx(2 * weights, rel=0.01)
+    assert plan.used[OTHERS] == CUDA_BYTES + (RANKS_BYTES if tp > 1 else 0)
 
 
 def test_the_recipe_says_pages_share_and_context() -> None:
@@ -158,7 +158,7 @@ def test_on_a_cpu_the_engine_takes_as_many_pages() -> None:
 
 def test_weights_counted_from_shapes_are_those_loaded() -> None:
     config = load_config(None, flags={"device": "cpu"})
-    model, draft_model = load(config, resolved(config))
+    model, draft_model = load(config, resolve_config(config))
     assert draft_model is None
     held = {t.data_ptr(): t.untyped_storage().nbytes() for t in model.state_dict().values()}
     held[model.cos_sin_LA.data_ptr()] = model.cos_sin_LA.nbytes
@@ -174,7 +174,7 @@ def test_a_state_is_a_cache_as_well() -> None:
 
 def test_the_states_of_a_hybrid_model_come_first_then_checkpoints_and_pages() -> None:
     plan = on_h200("qwen3-next-80b-a3b", "quantize=fp8", "parallel.tp=1", "schedule.slots=64")
-    assert plan.taken[STATES] == 65 * 36 * (8192 * 3 * 2 + 4 * 32 * 128 * 128)
+    assert plan.used[STATES] == 65 * 36 * (8192 * 3 * 2 + 4 * 32 * 128 * 128)
     kept = plan.split.bytes
     assert kept["checkpoints"] == pytest.approx(0.25 * plan.room, rel=0.01)
     assert kept["pages"] == pytest.approx(0.75 * plan.room, rel=0.01)
@@ -204,7 +204,7 @@ def test_pages_in_the_hosts_memory_are_planned() -> None:
 def test_checkpoints_in_the_hosts_memory_are_planned() -> None:
     shape = ("qwen3-next-80b-a3b", "quantize=fp8", "parallel.tp=1", "schedule.slots=64")
     on_device, plan = on_h200(*shape), on_h200(*shape, "cache.checkpoint_host_gib=64")
-    assert plan.room == on_device.room and plan.taken == on_device.taken
+    assert plan.room == on_device.room and plan.used == on_device.taken
     assert plan.split.bytes["checkpoints"] == 0
     assert plan.pages / on_device.pages == pytest.approx(1 / 0.75, rel=0.01)
     found = numbers(plan, [500])
@@ -277,7 +277,7 @@ def test_the_nearest_builds_a_model_once_for_each_number_of_gpus(
 
 def test_a_larger_cache_than_fits_becomes_what_fits() -> None:
     found = nearest(config_of("qwen3-8b", "cache.pages=9000"), H200, [500])
-    assert found is not None and (found.found.mesh.tp_size, found.pages) == (1, 6159)
+    assert found is not None and (found.resolved.mesh.tp_size, found.pages) == (1, 6159)
 
 
 def test_half_the_slots_and_half_the_tokens() -> None:
@@ -359,10 +359,10 @@ def test_copies_of_experts_take_room(tmp_path: Path) -> None:
     plain, more = (
         on_h200("qwen3-30b-a3b", *ep, *keys, tp=4) for keys in ((), (f"experts.placement={path}",))
     )
-    assert more.taken[WEIGHTS] - plain.taken[WEIGHTS] == 48 * 2 * 3 * 768 * 2048
+    assert more.taken[WEIGHTS] - plain.used[WEIGHTS] == 48 * 2 * 3 * 768 * 2048
     assert pins(more).startswith("parallel: {tp: 4, ep: 4}\n")
     found = nearest(config_of("qwen3-30b-a3b", *ep, f"experts.placement={path}"), H200, [500])
-    assert found is not None and found.found.mesh.tp_size == 4
+    assert found is not None and found.resolved.mesh.tp_size == 4
 
 
 @pytest.mark.parametrize("ep", [1, 4])
@@ -371,7 +371,7 @@ def test_experts_of_30b_by_hand(ep: int) -> None:
     dense = 2048 * (4096 + 2 * 512 + 4096) + 2 * 2048 + 2 * 128 + 128 * 2048
     experts, head = 128 * 3 * 768 * 2048, 151936 * 2048
     plan = on_h200("qwen3-30b-a3b")
-    assert plan.taken[WEIGHTS] == 2 * (48 * (dense + experts) + 2 * head + 2048) + 32768 * 128 * 4
+    assert plan.used[WEIGHTS] == 2 * (48 * (dense + experts) + 2 * head + 2048) + 32768 * 128 * 4
     for rows in (1, 64):
         chosen = 1 - (1 - 8 / 128) ** rows
         read = 2 * (48 * (dense + chosen * experts) + head) + rows * 1024 * 98304
@@ -383,7 +383,7 @@ def test_experts_of_30b_by_hand(ep: int) -> None:
     columns = 4 * (512 + 1) * (32768 + 1 + 256)
     # 16384 tokens: the stream twice and its norm, memory per pair, logits, and the result.
     step = 2 * 16384 * (3 * 2048 + 8 * (768 + 2048 + 8) + 128 + 2048)
-    assert plan.taken[STEP] == columns + 2 * 128 * 98304 + 32 * MIB + step
+    assert plan.used[STEP] == columns + 2 * 128 * 98304 + 32 * MIB + step
 
 
 def test_lanes_have_whole_attention_and_all_of_the_cache_each() -> None:
@@ -392,11 +392,9 @@ def test_lanes_have_whole_attention_and_all_of_the_cache_each() -> None:
     experts, head = 128 * 3 * 768 * 2048, 151936 * 2048
     plan = on_h200("qwen3-30b-a3b", "parallel.ep=4", tp=4)
     weights = 2 * (48 * (dense + experts / 4) + 2 * head + 2048) + 32768 * 128 * 4
-    assert plan.taken[WEIGHTS] == weights and (plan.found.mesh.tp_size, plan.found.mesh.lanes) == (
-        1,
-        4,
-    )
-    assert plan.found.layout.bytes_per_token == 98304  # of all heads
+    mesh = plan.resolved.mesh
+    assert plan.used[WEIGHTS] == weights and (mesh.tp_size, mesh.lanes) == (1, 4)
+    assert plan.resolved.layout.bytes_per_token == 98304  # of all heads
     read = 2 * (48 * (dense + (1 - (1 - 8 / 128) ** 64) * experts / 4) + head) + 16 * 1024 * 98304
     assert plan.decode_s(64, 1024) == pytest.approx(read / H200.gb_per_s / 1e9)
     flops = 2 * 64000 * 48 * (dense + experts / 16) + 16 * (2 * head + 2 * 48 * 4096 * 4000**2)
@@ -404,7 +402,7 @@ def test_lanes_have_whole_attention_and_all_of_the_cache_each() -> None:
     columns = 4 * (512 + 1) * (32768 + 1 + 256)
     # In addition to one rank: tokens of all lanes, 16384 at a time, and their sums.
     step = 2 * 16384 * (5 * 2048 + 8 * (768 + 2048 + 8) + 128 + 2048)
-    assert plan.taken[STEP] == columns + 2 * 128 * 98304 + 32 * MIB + step
+    assert plan.used[STEP] == columns + 2 * 128 * 98304 + 32 * MIB + step
     assert pins(plan).startswith("parallel: {tp: 1, ep: 4}\n")
     table = numbers(plan, [2000])
     assert table["requests of 2,000"] == 4 * (plan.pages // 16) and table["lanes"] == 4
@@ -418,18 +416,18 @@ def test_an_expert_that_all_tokens_share_is_read_once(rows: int) -> None:
     recurrent = 36 * ((2 * 2048 + 2 * 4096 + 64 + 4096) * 2048 + 8192 * 4) // 2
     routers, head = 48 * 513 * 2048, 75 // 2 * 2048 * 2048
     experts = 48 * (512 * (1 - (1 - 10 / 512) ** rows) + 1) * 3 * 512 * 2048 / 2
-    each = 500 * plan.found.layout.bytes_per_token + 2 * plan.found.layout.bytes_per_state
+    each = 500 * plan.resolved.layout.bytes_per_token + 2 * plan.resolved.layout.bytes_per_state
     read = 2 * (full + recurrent + routers + head + experts) + rows * each
     assert plan.decode_s(rows, 500) == pytest.approx(read / H200.gb_per_s / 1e9, rel=3e-3)
 
 
 def test_minimax_m2_has_a_byte_a_weight() -> None:
     plan = on_h200("minimax-m2", "parallel.tp=4", "parallel.ep=4", tp=4)
-    assert plan.taken[WEIGHTS] == pytest.approx(230e9 / 4, rel=0.01)
+    assert plan.used[WEIGHTS] == pytest.approx(230e9 / 4, rel=0.01)
     experts = 62 * 256 * 3 * 1536 * 3072 / 4
     routers = 62 * 256 * 3072 * (4 + 3 * 2)  # in float32, and as three parts in bfloat16
-    assert 0.975 < (experts + routers) / plan.taken[WEIGHTS] < 1
-    assert plan.found.layout.bytes_per_token == 62 * 2 * 2 * 128 * 2  # of two heads
+    assert 0.975 < (experts + routers) / plan.used[WEIGHTS] < 1
+    assert plan.resolved.layout.bytes_per_token == 62 * 2 * 2 * 128 * 2  # of two heads
 
 
 def test_r1_over_eight_ranks_by_hand() -> None:
@@ -443,10 +441,10 @@ def test_r1_over_eight_ranks_by_hand() -> None:
     copies = 61 * 2 * kept[1]
     routers = 58 * 256 * ((hidden + 1) * 4 + 3 * hidden * 2)  # and up to three parts in bfloat16
     vocabulary = 2 * 2 * hidden * 8 * 2048  # whole blocks; rank 0 has 8 of 64
-    tables = plan.found.max_model_tokens * 64 * 4
+    tables = plan.resolved.max_model_tokens * 64 * 4
     expected = in_fp8 * (1 + 4 / 128**2) + copies + routers + vocabulary + tables
-    assert plan.taken[WEIGHTS] == pytest.approx(expected, rel=1e-3)
-    assert plan.found.layout.bytes_per_token == 61 * 576 * 2 == 70272
+    assert plan.used[WEIGHTS] == pytest.approx(expected, rel=1e-3)
+    assert plan.resolved.layout.bytes_per_token == 61 * 576 * 2 == 70272
     assert plan.problem([32000]) == "" and plan.tokens > 500_000
     active = 61 * attention + 3 * dense / 8 + 58 * (9 / 257 * sparse + 256 * hidden)
     pairs = 61 * 16 * (192 + 128) * 32000**2  # keys are longer than values; half is masked
@@ -474,7 +472,7 @@ def test_decode_steps_of_latents_multiply_longer_than_they_read(dtype: str) -> N
 def test_the_first_layers_of_r1_on_one_gpu() -> None:
     """The configuration of comparisons with other engines."""
     plan = on_h200("deepseek-r1", "model.num_layers=6", "experts.routing=uniform")
-    assert 40e9 < plan.taken[WEIGHTS] < 44e9
+    assert 40e9 < plan.used[WEIGHTS] < 44e9
     assert plan.problem([4000] * 16) == ""
 
 

@@ -103,7 +103,7 @@ def test_git_tells_commit_and_dirt(tmp_path: Path) -> None:
     (tmp_path / ".commit").write_text("a" * 40)
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "r.json").write_text("{}")
-    assert record.commit(tmp_path, given="b" * 40) == Commit(head, is_dirty=False)
+    assert record.commit(tmp_path, stated="b" * 40) == Commit(head, is_dirty=False)
     (tmp_path / "new.py").write_text("2")
     assert record.commit(tmp_path) == Commit(head, is_dirty=True)
 
@@ -112,8 +112,8 @@ def test_without_git_a_file_or_an_option_tells(tmp_path: Path) -> None:
     assert record.commit(tmp_path) == Commit("", is_dirty=True)
     (tmp_path / ".commit").write_text("a" * 40 + "\n")
     assert record.commit(tmp_path) == Commit("a" * 40, is_dirty=False)
-    assert record.commit(tmp_path, given="b" * 40 + "-dirty") == Commit("b" * 40, is_dirty=True)
-    assert record.commit(tmp_path, given="b" * 7) == Commit("", is_dirty=True)
+    assert record.commit(tmp_path, stated="b" * 40 + "-dirty") == Commit("b" * 40, is_dirty=True)
+    assert record.commit(tmp_path, stated="b" * 7) == Commit("", is_dirty=True)
 
 
 def test_gpus_are_read_from_nvidia_smi() -> None:

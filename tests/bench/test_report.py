@@ -29,7 +29,7 @@ def outcome(samples: list[Sample], goals_ms: dict[str, float], **workload: objec
     return concluded(
         kind="serve", started_at=RECORD.started_at, samples=samples, goals_ms=goals_ms,
         recipe=RECORD.recipe, changed={}, workload=workload, engine={"Preemptions": 3.0},
-        more={},
+        extra={},
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from nanovllm.config import Cache, Config, ConfigError, Speculate
 from nanovllm.parallel.mesh import Mesh
-from nanovllm.runner.resolved import resolved
+from nanovllm.runner.resolved import resolve_config
 from tests.models.steps import Steps, load
 from tests.models.test_parity import SCHEDULES, our_logits, prompts
 from tests.models.tiny import CASES, config_of, make_tiny
@@ -80,7 +80,7 @@ def test_a_recurrence_has_half_the_bytes(tiny: Config) -> None:
     asked = (
         replace(tiny, recipe=replace(tiny.recipe, cache=Cache(state_dtype=each))) for each in STATES
     )
-    planned = [resolved(each).layout for each in asked]
+    planned = [resolve_config(each).layout for each in asked]
     group = planned[0].state
     assert group is not None and planned[1].state == replace(group, recurrent_bytes=2)
     elements = len(group.layers) * group.heads * group.key_size * group.value_size

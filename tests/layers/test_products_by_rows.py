@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from nanovllm.config import Kernels, load_config
 from nanovllm.layers.describe import by_rows, tables_of
-from nanovllm.runner.resolved import resolved
+from nanovllm.runner.resolved import resolve_config
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 EXPECTED = Path(__file__).with_name("products_by_rows.txt").read_text().splitlines()
@@ -47,7 +47,7 @@ MODELS = (
 def lines_of(name: str, tp: int, changes: tuple[str, ...]) -> Iterator[str]:
     """Yield one line for each table of the first and the last block, and of the head."""
     settings = [*changes, f"parallel.tp={tp}", "model.num_layers=4", "load.format=dummy"]
-    found = resolved(load_config(str(RECIPES / f"{name}.yaml"), [*settings, "device=cpu"]))
+    found = resolve_config(load_config(str(RECIPES / f"{name}.yaml"), [*settings, "device=cpu"]))
     asked = dict(change.removeprefix("kernels.").split("=") for change in changes if "." in change)
     recipe = replace(found.recipe, kernels=msgspec.convert(asked, Kernels))
     dtype = torch.float32 if "dtype=float32" in changes else torch.bfloat16

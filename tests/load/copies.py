@@ -21,7 +21,7 @@ from nanovllm.bench.measure import now
 from nanovllm.config import load_config
 from nanovllm.plan import Copies, Moved, Moves
 from nanovllm.runner.caches import Caches, make_caches
-from nanovllm.runner.resolved import Resolved, resolved
+from nanovllm.runner.resolved import Resolved, resolve_config
 from nanovllm.runner.results import HostEvent
 from nanovllm.runner.transfer import HostPages, Mover
 from tests.load.tiered import arguments, conclude, show_progress
@@ -119,7 +119,7 @@ def main(words: Sequence[str] | None = None) -> None:
     show_progress()
     started_at = now()
     config = load_config(options.recipe, options.sets)
-    found = resolved(config)
+    found = resolve_config(config)
     if found.device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())  # as the engine's steps; not the default one
     copier = Copier(found, options.pages)

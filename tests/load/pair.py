@@ -163,7 +163,7 @@ class Servers:
         workload = {**made.workload, "name": f"{kind.replace(' ', '-')}-{made.workload['name']}"}
         if kind == "decode alone":
             workload["prompts"] = "random words, all of which an earlier run has sent"
-        tree = record.commit(given=self.options.commit)
+        tree = record.commit(stated=self.options.commit)
         return msgspec.structs.replace(
             made,
             workload=workload,

@@ -17,7 +17,7 @@ from nanovllm_kernels.fp8_reference import FP8
 
 from nanovllm.config import Config, ConfigError, Kernels, Speculate, load_config
 from nanovllm.layers.kernels import select_ops
-from nanovllm.runner.resolved import refuse_variant, resolved
+from nanovllm.runner.resolved import refuse_variant, resolve_config
 from nanovllm.wire import Sampling, TokenLogprobs
 from tests.engine.test_ranks import cut, ranked
 from tests.models.steps import CPU
@@ -224,7 +224,7 @@ def test_a_recipe_that_cannot_be_invariant_is_refused_by_name(key: str, cause: s
     changes = ["load.format=dummy", "device=cpu", "parallel.tp=2", "parallel.ep=2", key]
     config = load_config("qwen3-30b-a3b", [*changes, "kernels.invariant=true"])
     with pytest.raises(ConfigError) as caught:
-        resolved(config)
+        resolve_config(config)
     name, _, value = key.partition("=")
     name, value = ("speculate.accept", "[0.5]") if name == "speculate" else (name, value)
     assert str(caught.value) == f"{name} is {value}, but {cause}; drop it or kernels.invariant"

@@ -39,7 +39,7 @@ def main(major: str, name: str, *changes: str) -> None:
     imagine_a_gpu(notes, int(major))
     torch.compile = compile_noted
     config = load_config(str(RECIPES / f"{name}.yaml"), [*SMALL, *changes])
-    found = resolved.resolved(config)
+    found = resolved.resolve_config(config)
     with Nothing():
         traffic = Traffic(config, built_for(notes), notes.enter)
         for length in (1, 70, 300):

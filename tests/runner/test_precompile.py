@@ -25,7 +25,7 @@ from nanovllm.config import load_config
 from nanovllm.layers.fp8 import BlockFp8
 from nanovllm.runner import precompile
 from nanovllm.runner.precompile import compile_in_background, jobs_of
-from nanovllm.runner.resolved import Resolved, resolved
+from nanovllm.runner.resolved import Resolved, resolve_config
 from tests.spec.test_heads_planned import HEAD
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by flash-attn-4
@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def on_a_gpu(name: str, *more: str, **kernels: str) -> Resolved:
     """Return the recipe as resolved on a Hopper GPU."""
     changes = ["cache.page_tokens=128", "load.format=dummy", *more]
-    found = resolved(load_config(str(RECIPES / f"{name}.yaml"), changes))
+    found = resolve_config(load_config(str(RECIPES / f"{name}.yaml"), changes))
     chosen = replace(found.recipe.kernels, **kernels)
     recipe = replace(found.recipe, dtype="bfloat16", kernels=chosen)
     return dataclasses.replace(found, recipe=recipe)
@@ -130,7 +130,7 @@ def test_attention_of_latents(drafts: int, folder: Path) -> None:
     """DeepSeek-R1's first layers on one GPU: attention over expanded keys and over latents."""
     changes = ["parallel.tp=1", "model.num_layers=4", "cache.page_tokens=128", "load.format=dummy"]
     changes += ["speculate.method=ngram", f"speculate.tokens={drafts}"] if drafts else []
-    found = resolved(load_config(str(RECIPES / "deepseek-r1.yaml"), changes))
+    found = resolve_config(load_config(str(RECIPES / "deepseek-r1.yaml"), changes))
     chosen = replace(found.recipe.kernels, attention="flash", decode="cute")
     recipe = replace(found.recipe, dtype="bfloat16", kernels=chosen)
     in_float32 = replace(recipe, dtype="float32")

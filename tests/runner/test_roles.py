@@ -15,7 +15,7 @@ from nanovllm.config import Config, ConfigError, Speculate, TransferRole, load_c
 from nanovllm.engine.tickets import Tickets
 from nanovllm.parallel.mesh import first_rank
 from nanovllm.roles import Role
-from nanovllm.runner.resolved import resolved
+from nanovllm.runner.resolved import resolve_config
 from nanovllm.runner.roles import check_role
 from nanovllm.transfer.leases import Lease
 from nanovllm.transfer.lender import Lender
@@ -115,7 +115,7 @@ def test_what_cannot_be_transferred_yet_is_one_line() -> None:
     ):
         config = load_config(None, [*asked, *more], {"transfer.role": "prefill"})
         with pytest.raises(ConfigError, match=f"^{line}"):
-            check_role(resolved(config, first_rank(config.recipe.parallel)))
+            check_role(resolve_config(config, first_rank(config.recipe.parallel)))
 
 
 @pytest.mark.parametrize(

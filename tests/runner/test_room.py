@@ -12,7 +12,7 @@ from nanovllm.config import ConfigError, load_config
 from nanovllm.engine import paper
 from nanovllm.runner import room
 from nanovllm.runner.build import build, with_caches
-from nanovllm.runner.resolved import Resolved, resolved
+from nanovllm.runner.resolved import Resolved, resolve_config
 from nanovllm.runner.room import check_room, host_memory, need_of, smaller_ones
 
 GIB = 1 << 30
@@ -20,7 +20,7 @@ DUMMY = "load.format=dummy"
 
 
 def on_a_cpu(named: str | None, *overrides: str) -> Resolved:
-    return resolved(load_config(named, [*overrides, "device=cpu"]))
+    return resolve_config(load_config(named, [*overrides, "device=cpu"]))
 
 
 def refused(named: str | None, *overrides: str) -> str:

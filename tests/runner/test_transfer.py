@@ -23,7 +23,7 @@ from nanovllm.kv.split import host_page_bytes
 from nanovllm.parallel.mesh import first_rank
 from nanovllm.plan import Copies, Moves
 from nanovllm.runner.caches import make_caches
-from nanovllm.runner.resolved import resolved
+from nanovllm.runner.resolved import resolve_config
 from nanovllm.runner.transfer import HostPages, Mover
 from tests.engine.test_ranks import ranked
 from tests.kv.disk.stores import eventually
@@ -266,7 +266,7 @@ def test_lanes_and_paper_refuse_the_key() -> None:
     asked = ["device=cpu", "cache.host_gib=1", "parallel.ep=2", "load.format=dummy"]
     moe = load_config("qwen3-30b-a3b", asked)
     with pytest.raises(ConfigError, match=r"^cache.host_gib needs parallel.ep of at most tp; drop"):
-        resolved(moe, first_rank(moe.recipe.parallel))
+        resolve_config(moe, first_rank(moe.recipe.parallel))
     with pytest.raises(ConfigError, match=r"^cache.host_gib is for engine: model; engine: paper"):
         paper.build(demo("cache.host_gib=0.1", "engine=paper"))
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from nanovllm.bench.gpus import gpu_of
 from nanovllm.bench.plan import WEIGHTS, plan_of
 from nanovllm.config import Config, ConfigError, Speculate, load_config
-from nanovllm.runner.resolved import resolved
+from nanovllm.runner.resolved import resolve_config
 from nanovllm.runner.room import need_of
 from tests.models.tiny import NEXT, config_of, make_tiny
 from tests.whole_engine import GREEDY, WholeEngine
@@ -28,7 +28,7 @@ def given(config: Config, **keys: object) -> Config:
 
 def line_of(config: Config) -> str:
     with pytest.raises(ConfigError) as caught:
-        resolved(config)
+        resolve_config(config)
     return str(caught.value)
 
 
@@ -72,9 +72,9 @@ def test_the_tokens_are_compared_if_both_have_a_tokenizer(tmp_path: Path) -> Non
         make_tiny(folder, "qwen3")
     config = given(config_of(own), model=str(other))
     with_tokens(own, "a", "b")
-    assert resolved(config).drafts is not None
+    assert resolve_config(config).drafts is not None
     with_tokens(other, "a", "b")  # the same tokens in another file
-    assert resolved(config).drafts is not None
+    assert resolve_config(config).drafts is not None
     with_tokens(other, "b", "a")
     assert line_of(config) == (
         f"speculate.model: the tokens of {other}/tokenizer.json are not those of "
@@ -91,15 +91,15 @@ def test_weights_and_cache_of_both_models_are_planned_for() -> None:
     gpu = gpu_of("h200")
     before, after = plan_of(plain, gpu, 1), plan_of(both, gpu, 1)
     small = plan_of(load_config("qwen3-0.6b", [DUMMY[0]]), gpu, 1)
-    assert after.taken[WEIGHTS] == before.taken[WEIGHTS] + small.taken[WEIGHTS]
+    assert after.used[WEIGHTS] == before.used[WEIGHTS] + small.taken[WEIGHTS]
     assert after.found.layout.bytes_per_token == 147_456 + 114_688
     assert [group.layers[0] for group in after.found.layout.paged] == [0, 36]
     assert after.found.own_layout == before.found.layout
     assert after.decode_s(1, 1000) == before.decode_s(1, 1000)
-    one, two = (need_of(resolved(replace_device(config))) for config in (plain, both))
+    one, two = (need_of(resolve_config(replace_device(config))) for config in (plain, both))
     assert (
         two.parameters - one.parameters
-        == need_of(resolved(replace_device(load_config("qwen3-0.6b", [DUMMY[0]])))).parameters
+        == need_of(resolve_config(replace_device(load_config("qwen3-0.6b", [DUMMY[0]])))).parameters
     )
 
 

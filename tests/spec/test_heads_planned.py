@@ -12,7 +12,7 @@ from nanovllm.bench.gpus import gpu_of
 from nanovllm.bench.plan import WEIGHTS, plan_of
 from nanovllm.config import Config, ConfigError, Load, Speculate, load_config
 from nanovllm.parallel.mesh import Mesh
-from nanovllm.runner.resolved import resolved
+from nanovllm.runner.resolved import resolve_config
 from tests.models.heads import eagle3_tensors, save_head
 from tests.models.tiny import NEXT, V3, config_of, make_tiny
 from tests.whole_engine import GREEDY, WholeEngine, prompts_of
@@ -28,7 +28,7 @@ HEAD = dict(  # as AngelSlim's head of Qwen3-8B, with 32,000 draft tokens
 
 def line_of(config: Config) -> str:
     with pytest.raises(ConfigError) as caught:
-        resolved(config)
+        resolve_config(config)
     return str(caught.value)
 
 
@@ -64,7 +64,7 @@ def test_a_head_that_cannot_be_cut_is_one_line(tmp_path: Path) -> None:
     save_head(head, eagle3_tensors(**fields), **fields)
     config = given(config_of(target), method="eagle3", model=str(head))
     with pytest.raises(ConfigError) as caught:
-        resolved(config, Mesh(0, 2))
+        resolve_config(config, Mesh(0, 2))
     assert str(caught.value) == (
         f"{head}/config.json: parallel.tp is 2; the model's num_attention_heads 3 is not a "
         "multiple of it; it can be 1, 3"
@@ -78,12 +78,12 @@ def test_an_eagle3_head_is_planned_for(tmp_path: Path) -> None:
     speculate = ["speculate.method=eagle3", f"speculate.model={path}"]
     plain = plan_of(load_config("qwen3-8b", [DUMMY]), gpu_of("h200"), 1)
     both = plan_of(load_config("qwen3-8b", [DUMMY, *speculate]), gpu_of("h200"), 1)
-    assert both.found.layout.bytes_per_token - plain.found.layout.bytes_per_token == 4096
+    assert both.found.layout.bytes_per_token - plain.resolved.layout.bytes_per_token == 4096
     size, inner, heads, kv = 4096, 12_288, 32 * 128, 8 * 128
     products = 3 * size * size + 2 * size * (heads + 2 * kv) + heads * size + 3 * size * inner
     weights = products + 32_000 * size + 4 * size
     table = both.found.max_model_tokens * 128 * 4  # float32
-    assert both.taken[WEIGHTS] - plain.taken[WEIGHTS] == 2 * weights + table
+    assert both.taken[WEIGHTS] - plain.used[WEIGHTS] == 2 * weights + table
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_mtp_is_planned_for(model: str, cache: int, weights: int) -> None:
     """Neither the embedding nor the output head is counted twice."""
     plain = plan_of(load_config(model, [DUMMY]), gpu_of("h200"), 1)
     both = plan_of(load_config(model, [DUMMY, "speculate.method=mtp"]), gpu_of("h200"), 1)
-    assert both.found.layout.bytes_per_token - plain.found.layout.bytes_per_token == cache
-    assert both.taken[WEIGHTS] - plain.taken[WEIGHTS] == weights
+    assert both.found.layout.bytes_per_token - plain.resolved.layout.bytes_per_token == cache
+    assert both.taken[WEIGHTS] - plain.used[WEIGHTS] == weights
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])

@@ -62,9 +62,9 @@ class Compiler:
     def build(self, tag: str) -> CompiledPair:
         assert self._compilers is not None, "not prepared"
         over_tokens, over_bytes = self._compilers
-        if (found := without_limits(tag)) is None:
+        if (tag_without_limits := without_limits(tag)) is None:
             return CompiledPair(over_tokens.compile_structural_tag(tag))
-        free_tag, least = found
+        free_tag, least = tag_without_limits
         free = over_tokens.compile_structural_tag(free_tag)
         by_bytes = reads_bytes(tag, self.texts)
         exact = (over_bytes if by_bytes else over_tokens).compile_structural_tag(tag)

@@ -96,9 +96,9 @@ class Grammars:
             except Exception:
                 walking = self._fill_each(walking, masks)
             filled.update((i, matcher) for i, matcher, _ in walking)
-            taken = [walk for walk in walking if walk[2] and walk[1].accept_token(walk[2][0])]
-            onward += taken
-            walking = [(i + 1, m, drafts[1:]) for i, m, drafts in taken if not m.is_terminated()]
+            advanced = [walk for walk in walking if walk[2] and walk[1].accept_token(walk[2][0])]
+            onward += advanced
+            walking = [(i + 1, m, drafts[1:]) for i, m, drafts in advanced if not m.is_terminated()]
         for _, matcher, _ in onward:
             matcher.rollback(1)  # one draft each
         for row in np.flatnonzero(~masks.any(axis=1)):  # no token is allowed: end the output here

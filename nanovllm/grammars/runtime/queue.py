@@ -118,10 +118,10 @@ class GrammarQueue:
         It is not called if the request leaves first.
         """
         with self._changed:
-            kept = self._kept.get(tag)
-            if kept is not None and kept.until > time.monotonic():
+            entry = self._kept.get(tag)
+            if entry is not None and entry.until > time.monotonic():
                 self._kept.move_to_end(tag)
-                outcome = kept.outcome
+                outcome = entry.outcome
             elif tag in self._jobs or sum(map(len, self._jobs)) + len(tag) <= QUEUE_BYTES:
                 self._wait(request_id, tag, on_compiled)
                 return
@@ -252,12 +252,14 @@ class GrammarQueue:
         else:
             num_bytes, kept_s = outcome.memory_size_bytes, inf
         self._forget(tag)
-        kept = CachedGrammar(outcome, num_bytes + len(tag) + ENTRY_BYTES, time.monotonic() + kept_s)
-        self._kept[tag] = kept
-        self.num_kept_bytes += kept.num_bytes
+        entry = CachedGrammar(
+            outcome, num_bytes + len(tag) + ENTRY_BYTES, time.monotonic() + kept_s
+        )
+        self._kept[tag] = entry
+        self.num_kept_bytes += entry.num_bytes
         while self.num_kept_bytes > CACHE_BYTES:
             self._forget(next(iter(self._kept)))
 
     def _forget(self, tag: str) -> None:
-        if (kept := self._kept.pop(tag, None)) is not None:
-            self.num_kept_bytes -= kept.num_bytes
+        if (entry := self._kept.pop(tag, None)) is not None:
+            self.num_kept_bytes -= entry.num_bytes

@@ -164,43 +164,45 @@ def serve(control: socket.socket, prepare: Callable[[], Attempt]) -> NoReturn:
     attempt = prepare()
     gc.freeze()  # forks need not collect these objects
     with suppress(OSError):
-        while found := socket.recv_fds(control, 1, 1)[1]:
-            with socket.socket(fileno=found[0]) as asked, suppress(OSError):
+        while descriptors := socket.recv_fds(control, 1, 1)[1]:
+            with socket.socket(fileno=descriptors[0]) as connection, suppress(OSError):
                 if os.fork() == 0:
                     control.close()
-                    answer(asked, attempt)
+                    answer(connection, attempt)
     os._exit(0)
 
 
-def answer(asked: socket.socket, attempt: Attempt) -> NoReturn:
+def answer(connection: socket.socket, attempt: Attempt) -> NoReturn:
     """Try one text and send the answer. Runs in a fork and ends it in every case."""
     try:
-        asked.sendall(b"+")
+        connection.sendall(b"+")
         limit_resources()
-        size, cpu_s = HEADER.unpack(asked.recv(HEADER.size, socket.MSG_WAITALL))
-        text = asked.recv(size, socket.MSG_WAITALL).decode()
+        size, cpu_s = HEADER.unpack(connection.recv(HEADER.size, socket.MSG_WAITALL))
+        text = connection.recv(size, socket.MSG_WAITALL).decode()
         set_limit(resource.RLIMIT_CPU, math.ceil(cpu_s) + 1)  # if the thread below does not run
         answering = threading.Lock()  # acquired by the answering thread and never released
-        watch = threading.Thread(target=leave_early, args=(asked, cpu_s, answering), daemon=True)
+        watch = threading.Thread(
+            target=leave_early, args=(connection, cpu_s, answering), daemon=True
+        )
         watch.start()
         result = TRIED + attempt(text).encode()
         if answering.acquire(blocking=False):
-            asked.sendall(result)
+            connection.sendall(result)
     finally:
         os._exit(0)
 
 
-def leave_early(asked: socket.socket, cpu_s: float, answering: threading.Lock) -> None:
+def leave_early(connection: socket.socket, cpu_s: float, answering: threading.Lock) -> None:
     """End the process once the engine's end of the socket closes or the CPU time is used up."""
     closed = select.poll()
-    closed.register(asked, select.POLLIN)
+    closed.register(connection, select.POLLIN)
     num_cores = os.cpu_count() or 1
     while (left_s := cpu_s - time.process_time()) > 0:
         if closed.poll(1000 * max(CPU_CHECK_S, left_s / num_cores)):
             os._exit(0)
     if answering.acquire(blocking=False):
         with suppress(OSError):
-            asked.sendall(TOO_LONG)
+            connection.sendall(TOO_LONG)
         os._exit(0)
 
 

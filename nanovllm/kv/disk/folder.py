@@ -99,15 +99,15 @@ class PageFolder:
             os.mkdir(folder, 0o700)
         root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | OPEN)
         try:
-            found = os.fstat(root)
-            if found.st_uid != os.geteuid():
+            status = os.fstat(root)
+            if status.st_uid != os.geteuid():
                 raise PermissionError(errno.EPERM, f"{PAGES} belongs to another user")
-            if stat.S_IMODE(found.st_mode) != 0o700:
+            if stat.S_IMODE(status.st_mode) != 0o700:
                 os.fchmod(root, 0o700)
         except OSError:
             os.close(root)
             raise
-        self._device = found.st_dev
+        self._device = status.st_dev
         return root
 
     def _allows_direct(self) -> bool:
@@ -155,12 +155,12 @@ class PageFolder:
                     raise PageFault("foreign", "it is not a plain file") from None
                 raise
         try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
                 raise PageFault("foreign", "it is not a plain file")
-            if found.st_size != len(file):
-                said = f"it has {found.st_size} bytes instead of {len(file)}"
-                raise PageFault("truncated", said)
+            if status.st_size != len(file):
+                fault = f"it has {status.st_size} bytes instead of {len(file)}"
+                raise PageFault("truncated", fault)
             _read_all(fd, file)
             with suppress(OSError):  # a read-only file system
                 os.utime(fd, ns=(stamp, stamp))
@@ -170,27 +170,27 @@ class PageFolder:
     def remove(self, name: str, newest: int | None = None) -> int | None:
         """Remove a file. Return None if it is gone, or its stamp if it was used after `newest`."""
         with suppress(FileNotFoundError), self._shard(shard_of(name)) as shard:
-            found = os.stat(name, dir_fd=shard, follow_symlinks=False)
-            stamp = _stamp_of(found)
+            status = os.stat(name, dir_fd=shard, follow_symlinks=False)
+            stamp = _stamp_of(status)
             if newest is not None and stamp > newest:
                 return stamp
-            if not stat.S_ISDIR(found.st_mode):
+            if not stat.S_ISDIR(status.st_mode):
                 os.unlink(name, dir_fd=shard)
         return None
 
     def scan(self, number: int) -> dict[str, PageFile]:
         """Return the pages of one shard by name. Remove unfinished files of crashed servers."""
-        found: dict[str, PageFile] = {}
+        files: dict[str, PageFile] = {}
         with suppress(FileNotFoundError), self._shard(number) as shard:
             for entry in os.scandir(shard):
                 if PAGE_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                     with suppress(FileNotFoundError):  # removed by another server
                         its = entry.stat(follow_symlinks=False)
-                        found[entry.name] = PageFile(its.st_size, _stamp_of(its))
+                        files[entry.name] = PageFile(its.st_size, _stamp_of(its))
                 elif PART_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                     with suppress(OSError):  # removed by another server, or locked by its writer
                         _remove_unlocked(shard, entry.name)
-        return found
+        return files
 
     def probe(self, length: int) -> None:
         """Write and read a file of `length` bytes, and remove it. Raise OSError if that fails.
@@ -257,10 +257,10 @@ def _locked_part(shard: int, name: str, flags: int) -> tuple[int, str]:
 
     Another server may remove the file before it is locked. Then create another one.
     """
-    made = os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN
+    create = os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN
     for left in reversed(range(MOST_PARTS)):
         part = f"{name}.{os.urandom(8).hex()}.part"
-        fd = os.open(part, made | flags, 0o600, dir_fd=shard)
+        fd = os.open(part, create | flags, 0o600, dir_fd=shard)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
         except OSError as error:

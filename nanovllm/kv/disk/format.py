@@ -82,17 +82,17 @@ def checksum(file: memoryview, length: int) -> int:
 
 def check(file: memoryview, owner: PageOwner, key: bytes, length: int) -> None:
     """Raise PageFault unless the file is the page with this owner, key, length and checksum."""
-    found = _read_header(file)
-    expected = header_of(owner, key, length, found.checksum)
-    if found != expected:
-        differs = next(f for f in PageHeader.__struct_fields__ if _differs(found, expected, f))
+    header = _read_header(file)
+    expected = header_of(owner, key, length, header.checksum)
+    if header != expected:
+        differs = next(f for f in PageHeader.__struct_fields__ if _differs(header, expected, f))
         raise PageFault("foreign", f"its header has another {differs}")
-    if checksum(file, length) != found.checksum:
+    if checksum(file, length) != header.checksum:
         raise PageFault("corrupt", "its checksum does not match its bytes")
 
 
-def _differs(found: PageHeader, expected: PageHeader, field: str) -> bool:
-    return bool(getattr(found, field) != getattr(expected, field))
+def _differs(header: PageHeader, expected: PageHeader, field: str) -> bool:
+    return bool(getattr(header, field) != getattr(expected, field))
 
 
 def _read_header(file: memoryview) -> PageHeader:

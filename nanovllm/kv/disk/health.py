@@ -80,8 +80,8 @@ class Health:
             self._retry_at = now + self._pause_s
             stopped = "writes" if self.can_read else "reads and writes"
         if is_new:
-            said = f"the disk is {kind} ({detail}); the disk tier stops its {stopped}"
-            log.warning("%s: %s and tries again every %g s", self._where, said, self._pause_s)
+            warning = f"the disk is {kind} ({detail}); the disk tier stops its {stopped}"
+            log.warning("%s: %s and tries again every %g s", self._where, warning, self._pause_s)
 
     def is_due(self) -> bool:
         """Return True if the disk is not in use and should be tried again."""

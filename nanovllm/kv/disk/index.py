@@ -91,16 +91,16 @@ class PageIndex:
         with self._lock:
             return frozenset(self._shards[shard])
 
-    def update(self, before: frozenset[str], found: dict[str, PageFile]) -> None:
+    def update(self, before: frozenset[str], files: dict[str, PageFile]) -> None:
         """Bring a shard up to date with a scan of the folder.
 
         `before` are the names of the shard when the scan started. Of these, files that were not
         found are gone. Files added during the scan stay.
         """
         with self._lock:
-            for name in before - found.keys():
+            for name in before - files.keys():
                 self._drop(name)
-            for name, file in found.items():
+            for name, file in files.items():
                 old = self._shards[shard_of(name)].get(name)
                 if old is None or old.size != file.size or old.stamp < file.stamp:
                     self._put(name, file)

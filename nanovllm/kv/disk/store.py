@@ -319,8 +319,8 @@ class DiskStore:
         self._transfers.finish(transfer, True)
         name = self.owner.name(transfer.key)
         file = staging[: page_format.file_bytes(length)]
-        found = page_format.checksum(file, length)
-        page_format.seal(file, page_format.header_of(self.owner, transfer.key, length, found))
+        digest = page_format.checksum(file, length)
+        page_format.seal(file, page_format.header_of(self.owner, transfer.key, length, digest))
         self._index.reserve(len(file))
         try:
             if not self._health.can_write:

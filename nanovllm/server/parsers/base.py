@@ -180,10 +180,10 @@ class Source:
         """Read and return white space."""
         space = ""
         while True:
-            found = pattern.match(self.text, self.at)
-            assert found is not None
-            space += found[0]
-            self.at = found.end()
+            match = pattern.match(self.text, self.at)
+            assert match is not None
+            space += match[0]
+            self.at = match.end()
             if self.at < len(self.text) or self.is_over:
                 return space
             yield
@@ -214,12 +214,12 @@ class Source:
     def name(self, pattern: re.Pattern[str], end: str) -> Reader[str | None]:
         """Read a name and its `end`; return the name. Read nothing and return None if absent."""
         while True:
-            found = pattern.match(self.text, self.at)
-            after = found.end() if found is not None else self.at
+            match = pattern.match(self.text, self.at)
+            after = match.end() if match is not None else self.at
             rest = self.text[after : after + len(end)]
-            if found is not None and rest == end:
+            if match is not None and rest == end:
                 self.at = after + len(end)
-                return found[0]
+                return match[0]
             if self.is_over or not end.startswith(rest):
                 return None
             yield

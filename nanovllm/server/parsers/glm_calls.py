@@ -58,11 +58,11 @@ def read_glm(source: Source, emit: Emit, marks: Marks, schemas: Schemas) -> Read
 def name_before_tag(source: Source) -> Reader[str | None]:
     """Read a function's name, which any other character ends. Return None if it is absent."""
     while True:
-        found = FUNCTION_NAME.match(source.text, source.at)
-        if found is not None and found.end() < len(source.text):
-            source.at = found.end()
-            return found[0]
-        if source.is_over or (found is None and source.at < len(source.text)):
+        match = FUNCTION_NAME.match(source.text, source.at)
+        if match is not None and match.end() < len(source.text):
+            source.at = match.end()
+            return match[0]
+        if source.is_over or (match is None and source.at < len(source.text)):
             return None
         yield
 

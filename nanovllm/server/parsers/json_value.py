@@ -132,9 +132,9 @@ def string(source: Source, take: Take = ignore) -> Reader[str | None]:
 def string_body(source: Source, take: Take) -> Reader[bool]:
     """Read up to and including the closing quote. Return True if there was one."""
     while character := (yield from source.peek()):
-        if found := PLAIN.match(source.text, source.at):
-            take(found[0])
-            source.at = found.end()
+        if match := PLAIN.match(source.text, source.at):
+            take(match[0])
+            source.at = match.end()
         elif character == '"':
             source.at += 1
             return True
