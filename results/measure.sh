@@ -3,6 +3,8 @@
 #   results/measure.sh [PART ...]       default parts: online offline kernels ablation sweep
 # Other parts: structured (the first of online), speculation, variants, peers, peers-offline, experts, fp8, latent,
 # hybrid, turns and tiers; for several GPUs ranks, lanes, replicas, pair and four. The default parts take 20 minutes on one H200.
+# Tables beside vLLM, by rows: drafts, adapters, agents, new, thin and invariant. ROWS=NAME,... restricts them, and FLAGS=--list prints
+# their commands and times.
 # FLAGS: further flags of every run, such as FLAGS="--results-dir /tmp/results". RECIPES: replaces 0.6B and 8B.
 # RANKS: number of GPUs, 2 by default. VLLM_PYTHON: an interpreter with vLLM, for peers, peers-offline, experts and four.
 set -uo pipefail
@@ -166,6 +168,9 @@ measure() {
             nanovllm bench --start recipes/deepseek-r1.yaml --sweep 1,8,64,256,512 --input-len 512 --output-len 128 --processes 8 "${common[@]}" \
                 --set experts.routing=uniform --set server.workers=4 --set "model.num_layers=${LAYERS:-42}" $how || return
         done
+        ;;
+    drafts | adapters | agents | new | thin | invariant) # tables of results/rows.py, nanovllm and vLLM in turn
+        python3 -m results.rows "$1" --rows "${ROWS:-}" --recipe "${RECIPES:-}" ${flags[@]+"${flags[@]}"}
         ;;
     sweep) # one run per concurrency, and a plot
         nanovllm bench --start $small --sweep 1,4,16,64,128,256 --input-len 1000 --processes 6 "${common[@]}"

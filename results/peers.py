@@ -6,7 +6,8 @@
 Both engines read one folder: the recipe's config.json and the demo's tokenizer, in which every id
 of the model's vocabulary has a text. Every record has the name and version of its engine, the
 command line and the VLLM_* variables that were set. Flags that are not in --help go to
-`nanovllm bench`. The last output is a table of ratios to vLLM, and a plot.
+`nanovllm bench`. The last output is a table of ratios to vLLM, and a plot. results/rows.py has the
+tables of which one row after another is measured.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from msgspec.structs import replace
 
 from nanovllm.bench import record, store, sweep
 from nanovllm.bench.measure import now
@@ -46,6 +48,11 @@ PREFILL = ["--concurrency", "16", "--num-prompts", "64", "--input-len", "4000", 
 ERROR = re.compile("error|traceback", re.IGNORECASE)
 SHOWN = 15  # last lines of vLLM's log, printed if it fails
 FREED_S = 2.0  # time until the memory of a stopped engine is free
+BLOCK_FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
 
 
 def main() -> None:
@@ -53,17 +60,25 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that started processes are stopped
     config = load_config(options.recipe, ["load.format=dummy", *options.set])
     options.gpus = options.tp or config.recipe.parallel.tp
-    folder = folder_for_both(config, options.layers)
+    folder = folder_for_both(config, options.layers, is_fp8=options.fp8)
     measure = online if options.how == "online" else offline
     records = measure(options, flags, folder)
+    if options.only is None:
+        conclude_all(records, options.results_dir)
+    num_theirs = sum(one.engine != "nanovllm" for one in records)
+    expected = len(options.workloads.split(",")) if options.how == "offline" else 1
+    if options.only != "nanovllm" and num_theirs < expected:  # the reason is printed
+        sys.exit(1)
+
+
+def conclude_all(records: Sequence[Record], results_dir: Path) -> None:
+    """Print the tables of ratios, and plot. Mixed lengths and prefill have their own."""
     mixed = [one for one in records if one.workload["name"].endswith("-mixed")]
     prefill = [one for one in records if one.metrics["output_tokens"] == one.metrics["completed"]]
     others = [one for one in records if one not in mixed and one not in prefill]
     for some, name in ((others, "peers"), (mixed, "peers-mixed"), (prefill, "peers-prefill")):
         if some:
-            conclude(some, options.results_dir, name)
-    if all(one.engine == "nanovllm" for one in records):  # the reason is printed
-        sys.exit(1)
+            conclude(some, results_dir, name)
 
 
 def arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -87,29 +102,45 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--tp", type=int, help="tensor-parallel GPUs (default: RECIPE's)")
     parser.add_argument("--layers", type=int, help="offline: number of first layers, for both")
     parser.add_argument(
-        "--theirs", type=json.loads, default={}, help="offline: arguments of vllm.LLM as JSON"
+        "--theirs", type=json.loads, default={}, help="arguments of vllm.LLM as JSON"
     )
     parser.add_argument(
         "--set", action="append", default=[], help="KEY=VALUE of the recipe, nanovllm only"
     )
+    parser.add_argument("--only", choices=("vllm", "nanovllm"), help="measure one engine")
+    parser.add_argument(
+        "--note",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="offline: a change by --theirs or a variable, for the record",
+    )
+    parser.add_argument("--fp8", action="store_true", help="offline: block fp8 weights in vLLM")
+    parser.add_argument(
+        "--adapter", metavar="FOLDER", help="offline: bs64:8 has 8 adapters like this one in vLLM"
+    )
     parser.add_argument("--results-dir", type=Path, default=Path("results"))
     options, flags = parser.parse_known_args()
-    if "VLLM_PYTHON" not in os.environ:
+    if options.only != "nanovllm" and "VLLM_PYTHON" not in os.environ:
         parser.error("VLLM_PYTHON must name an interpreter that has vLLM")
     options.ours = ["--tp", str(options.tp)] if options.tp else []
     options.ours += [word for text in options.set for word in ("--set", text)]
     return options, flags
 
 
-def folder_for_both(config: Config, num_layers: int | None = None) -> Path:
+def folder_for_both(config: Config, num_layers: int | None = None, *, is_fp8: bool = False) -> Path:
     """Return a model folder without weights, whose tokenizer has all ids of the vocabulary.
 
     The tokenizer cuts text as the demo's does. `num_layers` reduces the model to its first layers.
+    Of a model with an image encoder, only the text model remains. `is_fp8` describes block fp8
+    weights, of which a bf16 config has nothing.
     """
     folder = Path(tempfile.gettempdir(), "nanovllm-peers", config.served_name)
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(DEMO / "chat_template.jinja", folder)
-    model = json.loads(Path(config.config_path).read_text())
+    model = text_model(json.loads(Path(config.config_path).read_text()))
+    if is_fp8:
+        model["quantization_config"] = BLOCK_FP8 | {"modules_to_not_convert": kept_in_bf16(model)}
     if num_layers is not None:
         model["num_hidden_layers"] = num_layers
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
@@ -123,6 +154,23 @@ def folder_for_both(config: Config, num_layers: int | None = None) -> Path:
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     return folder
+
+
+def text_model(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the text model alone, with the name of its class."""
+    if "text_config" not in config:
+        return config
+    (name,) = config["architectures"]
+    text = {"architectures": [name.replace("ForConditionalGeneration", "ForCausalLM")]}
+    return text | {"tie_word_embeddings": config["tie_word_embeddings"]} | config["text_config"]
+
+
+def kept_in_bf16(model: dict[str, Any]) -> list[str]:
+    """Return the modules that published checkpoints in block fp8 leave in bf16."""
+    small = ("linear_attn.in_proj_a", "linear_attn.in_proj_b", "mlp.gate", "mlp.shared_expert_gate")
+    layers = [f"model.layers.{nth}" for nth in range(model["num_hidden_layers"])]
+    named = [f"{layer}.{name}" for layer in [*layers, "mtp.layers.0"] for name in small]
+    return ["lm_head", "mtp.fc", *named]
 
 
 def online(options: argparse.Namespace, flags: list[str], folder: Path) -> list[Record]:
@@ -157,13 +205,17 @@ def set_ups(
     """
     for count in options.servers.split(","):
         theirs = f"serve {folder} --load-format dummy --port {port}"
+        for key, value in options.theirs.items():
+            theirs += f" --{key.replace('_', '-')}" + ("" if value is True else f" {value}")
         theirs += f" --tensor-parallel-size {options.gpus}" if options.gpus > 1 else ""
         theirs += f" --api-server-count {count}" if count != "1" else ""
         vllm = [os.environ["VLLM_PYTHON"], "-m", "vllm.entrypoints.cli.main", *theirs.split()]
-        yield vllm, ["--served-by", f"{vllm_settings()}vllm {theirs}"]
+        if options.only != "nanovllm":
+            yield vllm, ["--served-by", f"{vllm_settings()}vllm {theirs}"]
         ours = f"{options.recipe} --set model={folder} --load-format dummy --set server.port={port}"
         ours += f" --set server.workers={count}" if count != "1" else ""
-        for changes in ([], *(text.split(",") for text in options.also)):
+        variants = ([], *(text.split(",") for text in options.also))
+        for changes in variants if options.only != "vllm" else ():
             changed = [word for change in changes for word in ("--set", change)]
             own = [*ours.split(), *options.ours, *changed]
             yield [*NANOVLLM, "serve", *own], own
@@ -172,83 +224,122 @@ def set_ups(
 def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list[Record]:
     """Measure vLLM without HTTP, then nanovllm without HTTP, on the same token ids.
 
-    If vLLM fails, return the records of nanovllm alone.
+    If vLLM fails, return the records that it made until then, and those of nanovllm.
     """
-    names = options.workloads.split(",")
-    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    loads = [
-        token_load(name, seed=2 * nth, vocab_size=vocab_size) for nth, name in enumerate(names)
-    ]
-    pairs = [(load.warm_up(2 * nth + 1, vocab_size), load) for nth, load in enumerate(loads)]
-    settings = {"model": str(folder), "max_model_len": 4096, "tensor_parallel_size": options.gpus}
-    settings |= options.theirs
-    job = {"settings": settings, "loads": [[plain_load(one) for one in pair] for pair in pairs]}
-    altered = {"tp": options.gpus if options.gpus > 1 else None, "num_layers": options.layers}
-    started_at = now()
-    found = run_vllm(job)
-    records = []
-    for load, duration_s in zip(loads, found["duration_s"], strict=True) if found else ():
-        tokens, inputs = sum(load.outputs), sum(map(len, load.prompts))
-        one = record.of_this_machine(
-            kind="offline",
-            started_at=started_at,
-            duration_s=duration_s,
-            recipe={
-                "model": folder.name,
-                "served_by": f"vllm {found['version']}",
-                "command": f"{vllm_settings()}LLM({found['settings']})",
-            },
-            changed={key: value for key, value in altered.items() if value is not None},
-            workload={
-                "name": load.name,
-                "concurrency": len(load.prompts),
-                "request_rate": None,
-                "num_prompts": len(load.prompts),
-                "temperature": load.sampling.temperature,
-                "ignore_eos": True,
-                "arrivals": "all at once",
-            },
-            metrics={
-                "output_tokens_per_s": tokens / duration_s,
-                "input_tokens_per_s": inputs / duration_s,
-                "duration_s": duration_s,
-                "completed": len(load.prompts),
-                "input_tokens": inputs,
-                "output_tokens": tokens,
-                "start_to_ready_s": found["ready_s"],
-            },
-        )
-        click.echo(f"record: {store.write(one, options.results_dir)}")
-        records.append(one)
+    records = [] if options.only == "nanovllm" else vllm_offline(options, folder)
+    if options.only == "vllm":
+        return records
     same = ["--set", f"model.num_layers={options.layers}"] if options.layers else []
     given = "--load-format", "dummy", *options.ours, *same, *flags
     line = [*NANOVLLM, "bench", "--offline", options.recipe, "--workload", options.workloads]
     return records + bench([*line, *given], options.results_dir)
 
 
-def run_vllm(job: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the result of vllm_offline.py. If it failed, print its last errors and return None."""
+def vllm_offline(options: argparse.Namespace, folder: Path) -> list[Record]:
+    """Measure all loads with one start of vLLM, and write each record as soon as it is made."""
+    names = options.workloads.split(",")
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    loads, jobs = [], []
+    for nth, text in enumerate(names):
+        name, _, adapters = text.partition(":")
+        load = token_load(name, seed=2 * nth, vocab_size=vocab_size)
+        pair = (load.warm_up(2 * nth + 1, vocab_size), load)
+        jobs.append([[*plain_load(one), int(adapters or 0)] for one in pair])
+        loads.append(replace(load, name=f"{name}-lora{adapters}" if adapters else name))
+    settings = {"model": str(folder), "max_model_len": 4096, "tensor_parallel_size": options.gpus}
+    job = {"settings": settings | options.theirs, "loads": jobs, "adapter": options.adapter}
+    altered = {"tp": options.gpus if options.gpus > 1 else None, "num_layers": options.layers}
+    changed = {key: value for key, value in altered.items() if value is not None}
+    changed |= {key: value for key, _, value in (text.partition("=") for text in options.note)}
+    changed |= {"quantize": "fp8"} if options.fp8 else {}
+    started_at, records = now(), []
+    for load, found in zip(loads, run_vllm(job), strict=False):
+        one = vllm_record(load, found, folder.name, started_at, changed)
+        rate = one.metrics["output_tokens_per_s"]
+        click.echo(f"vLLM, {load.name}: {rate:,.1f} tok/s, {one.duration_s:.3f} s")
+        click.echo(f"record: {store.write(one, options.results_dir)}")
+        records.append(one)
+    return records
+
+
+def vllm_record(
+    load: TokenLoad, found: dict[str, Any], model: str, started_at: str, changed: dict[str, Any]
+) -> Record:
+    """Return the record of a load from the result of vllm_offline.py."""
+    tokens, inputs, duration_s = sum(load.outputs), sum(map(len, load.prompts)), found["duration_s"]
+    return record.of_this_machine(
+        kind="offline",
+        started_at=started_at,
+        duration_s=duration_s,
+        recipe={
+            "model": model,
+            "served_by": f"vllm {found['version']}",
+            "command": f"{vllm_settings()}LLM({found['settings']})",
+        },
+        changed=changed,
+        workload={
+            "name": load.name,
+            "concurrency": len(load.prompts),
+            "request_rate": None,
+            "num_prompts": len(load.prompts),
+            "temperature": load.sampling.temperature,
+            "ignore_eos": True,
+            "arrivals": "all at once",
+        },
+        metrics={
+            "output_tokens_per_s": tokens / duration_s,
+            "input_tokens_per_s": inputs / duration_s,
+            "duration_s": duration_s,
+            "completed": len(load.prompts),
+            "input_tokens": inputs,
+            "output_tokens": tokens,
+            "start_to_ready_s": found["ready_s"],
+        },
+    )
+
+
+def run_vllm(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the results of vllm_offline.py, one for each load. Print its last errors if it fails.
+
+    All its processes are killed at the end.
+    """
     line = [os.environ["VLLM_PYTHON"], str(Path(__file__).with_name("vllm_offline.py"))]
     log = Path(tempfile.gettempdir(), "nanovllm-peers", "offline.log")
+    given = log.with_name("job.json")
+    given.write_text(json.dumps(job))
     click.echo(f"vLLM runs; its log: {log}")
-    with log.open("w") as output:
-        done = subprocess.run(
+    num_results = 0
+    with given.open() as source, log.open("w") as output:
+        process = subprocess.Popen(
             line,
-            input=json.dumps(job),
-            stdout=output,
+            stdin=source,
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            check=False,
+            errors="replace",
+            start_new_session=True,
         )
-    lines = log.read_text(errors="replace").splitlines()
-    results = [one.removeprefix("RESULT ") for one in lines if one.startswith("RESULT ")]
-    if done.returncode == 0 and len(results) == 1:
-        found: dict[str, Any] = json.loads(results[0])
-        return found
-    how = "without a result" if done.returncode == 0 else f"with exit code {done.returncode}"
+        assert process.stdout is not None
+        try:
+            for text in process.stdout:
+                output.write(text)
+                output.flush()
+                if text.startswith("RESULT "):
+                    num_results += 1
+                    yield json.loads(text.removeprefix("RESULT "))
+            process.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            time.sleep(FREED_S)
+    if process.returncode == 0 and num_results == len(job["loads"]):
+        return
+    code = process.returncode
+    how = "without a result" if code == 0 else f"with exit code {code}"
+    lines = log.read_text(errors="replace").splitlines() or ["no output"]
     shown = [one for one in lines if ERROR.search(one) or one == lines[-1]]
     click.echo("\n".join([f"vLLM ended {how}; of {log}:", *shown[-SHOWN:]]), err=True)
-    return None
 
 
 def plain_load(load: TokenLoad) -> tuple[list[list[int]], list[int], dict[str, float]]:
@@ -292,7 +383,9 @@ def serving(command: Sequence[str], url: str) -> Iterator[None]:
 def loads(streams: str, flags: list[str]) -> Iterator[list[str]]:
     """Yield the arguments of each load. Given `flags` replace those of every load but prefill."""
     for name in streams.split(","):
-        if name == "mixed":
+        if name == "agents":
+            yield ["--workload", "agents", *flags]
+        elif name == "mixed":
             yield [*MIXED, *flags]
         elif name == "prefill":
             yield [*flags, *PREFILL]

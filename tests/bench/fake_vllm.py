@@ -72,9 +72,19 @@ class LLM:
     def __init__(self, model: str, load_format: str, **settings: object) -> None:
         assert load_format == "dummy" and Path(model, "config.json").is_file()
         assert settings["skip_tokenizer_init"] and settings["max_model_len"] == 4096
+        self.has_adapters = settings.get("enable_lora", False)
 
-    def generate(self, asked: list[dict], params: list[dict], use_tqdm: bool) -> list[object]:
+    def generate(
+        self,
+        asked: list[dict],
+        params: list[dict],
+        use_tqdm: bool,
+        lora_request: list[tuple[str, int, str]] | None,
+    ) -> list[object]:
         assert not use_tqdm and all(one["ignore_eos"] for one in params)
+        for _, number, folder in lora_request or ():
+            assert self.has_adapters and number >= 1
+            assert Path(folder, "adapter_model.safetensors").is_file()
         assert all(isinstance(token, int) for one in asked for token in one["prompt_token_ids"])
         counts = [one["max_tokens"] for one in params]
         time.sleep(max(counts) / 1000)
@@ -91,5 +101,11 @@ if __name__ == "__main__":
     else:
         vllm = ModuleType("vllm")
         vllm.__dict__.update(LLM=LLM, SamplingParams=dict, __version__=VERSION)
-        sys.modules["vllm"] = vllm
+        request = ModuleType("vllm.lora.request")
+        request.__dict__["LoRARequest"] = lambda name, number, folder: (name, number, folder)
+        sys.modules |= {
+            "vllm": vllm,
+            "vllm.lora": ModuleType("vllm.lora"),
+            request.__name__: request,
+        }
         runpy.run_path(sys.argv[1], run_name="__main__")

@@ -236,7 +236,7 @@ def test_vllm_gets_as_many_gpus_as_ours(
     asked: list[dict] = []
     lines: list[list[str]] = []
     monkeypatch.setenv("VLLM_PYTHON", "python")
-    monkeypatch.setattr(peers, "run_vllm", lambda job: asked.append(job["settings"]))
+    monkeypatch.setattr(peers, "run_vllm", lambda job: asked.append(job["settings"]) or [])
     monkeypatch.setattr(peers, "bench", lambda line, results_dir: lines.append(line) or [])
     monkeypatch.setattr(peers, "conclude", lambda *_: None)
     path = str(ROOT / "recipes" / f"{recipe}.yaml")
