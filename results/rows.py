@@ -108,6 +108,8 @@ def eagle_head(recipe: str) -> Path:
     target = of_target(recipe)
     same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     same += ("head_dim", "vocab_size", "rms_norm_eps", "rope_theta", "max_position_embeddings")
+    depth = target["num_hidden_layers"]
+    taps = {"eagle_aux_hidden_state_layer_ids": [2, depth // 2, depth - 3]}
     head = {name: target[name] for name in same} | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -116,6 +118,8 @@ def eagle_head(recipe: str) -> Path:
         "torch_dtype": "bfloat16",
         "tie_word_embeddings": False,
         "draft_vocab_size": min(32_000, target["vocab_size"]),
+        "eagle_config": taps,  # vLLM's runners read one place each
+        **taps,
     }
     folder = Path(tempfile.gettempdir(), "nanovllm-peers", "eagle3", Path(recipe).stem)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Tables of rows for both engines: results/rows.py with a fake vLLM and the demo on this machine."""
+"""Rows for both engines: results/rows.py with a fake vLLM and the demo on this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def measured(
         ["bash", "results/measure.sh", part], cwd=ROOT, env=os.environ | given,
         capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
-    return done, [one for one in store.records(results)]
+    return done, list(store.records(results))
 
 
 def test_a_head_is_measured_at_the_same_rates_in_both_engines(place: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_written_adapter_is_served_and_copies_are_equal(place: Path) -> None:
 
 def test_agents_of_both_engines(place: Path) -> None:
     sizes = "--concurrency 2 --sessions 2 --turns 3 --shared-len 300 --growth 60-200 --answers 4-12"
-    sizes += " --longest 1200 --pauses 0.01-0.1 --set cache.pages=64 --set cache.host_gib=0.1"
+    sizes += " --longest 1200 --pauses 0.01-0.1 --set cache.pages=200 --set cache.host_gib=0.1"
     done, found = measured(place, "agents", "on", f"{sizes} --processes 1", vllm_python(place))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     ours, theirs = found
