@@ -24,6 +24,7 @@ from nanovllm.server.errors import ApiError, bad_value
 from nanovllm.server.page_files import Handler, is_shown, page_files
 
 DEBUG = "/debug/"  # paths with this prefix need the API key
+LINES = b"application/x-ndjson"  # several lines are not one JSON document
 ANSWER_S = 5.0  # seconds for the engine's reading thread, which does not wait for steps
 NO_STORE = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
 
@@ -37,9 +38,12 @@ def looks(engines: Engines, server: Server) -> dict[str, Handler]:
 
 
 async def tell_experts(engines: Engines, scope: Scope, writer: Writer) -> None:
-    """Respond with one line for each layer with experts, if there are any."""
+    """Respond with one line for each layer with experts. Raise ApiError (404) if there are none."""
     load = engines.clients[_number(scope, "engine", len(engines.clients) - 1)].stats.experts
-    writer.respond(200, JSON, load.lines() if load is not None else b"", NO_STORE)
+    if load is None:
+        text = "there is no load of experts: the model has none, or no token has been computed yet"
+        raise ApiError(404, text, code="no_experts")
+    writer.respond(200, LINES, load.lines(), NO_STORE)
 
 
 class DebugSteps:

@@ -74,6 +74,7 @@ def test_only_those_that_are_named_may(one) -> None:
 
 
 LOOKS = ("/debug/steps", "/debug/experts", "/metrics", "/", "/page/main.js")
+STATUSES = {"/debug/experts": 404}  # the fake engine has no experts; other paths: 200
 
 
 @pytest.mark.parametrize("path", [*LOOKS, "/v1/models", "/health", "/ready", "/version"])
@@ -85,14 +86,15 @@ def test_all_origins_may_use_the_api_and_not_look_at_the_server(api, path: str) 
     asked = api.http.options(path, headers={**asks, **key})
     told = [one.headers.get("access-control-allow-origin") for one in (answer, asked)]
     assert told == ([None, None] if path in LOOKS else ["*", "*"])
-    assert answer.status_code == 200
+    assert answer.status_code == STATUSES.get(path, 200)
 
 
 @pytest.mark.parametrize("path", LOOKS)
 @pytest.mark.parametrize("origin", [PAGE, "http://localhost:3000"])
 def test_origins_that_are_named_and_those_of_this_machine_may_look_too(one, path, origin) -> None:
     answer = one.http.get(path, headers={"origin": origin})
-    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, origin)
+    assert answer.status_code == STATUSES.get(path, 200)
+    assert answer.headers["access-control-allow-origin"] == origin
     assert answer.headers["vary"] == "origin"
     other = one.http.get(path, headers={"origin": "https://other.example"})
     assert other.status_code == 403

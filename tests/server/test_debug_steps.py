@@ -78,11 +78,16 @@ def test_it_takes_the_key_and_reads_only(tmp_path) -> None:
 
 def test_the_load_of_experts_is_lines_of_layers(api) -> None:
     experts = "/debug/experts"
-    assert (api.http.get(experts).status_code, api.http.get(experts).content) == (200, b"")
+    refused = api.http.get(experts)
+    assert refused.status_code == 404
+    assert refused.json()["error"]["code"] == "no_experts"
+    assert "the model has none" in refused.json()["error"]["message"]
     tokens = b"".join(count.to_bytes(8, "little") for count in (5, 6, 7, 8))
     api.engine.experts = ExpertLoad([1, 2], tokens, bytes(16))
     api.chat("hello")
-    lines = api.http.get(experts).text.splitlines()
+    found = api.http.get(experts)
+    assert found.headers["content-type"] == "application/x-ndjson"
+    lines = found.text.splitlines()
     assert [json.loads(line)["tokens"] for line in lines] == [[5, 6], [7, 8]]
     assert [json.loads(line)["layer"] for line in lines] == [1, 2]
     assert api.http.get(f"{experts}?engine=1").status_code == 400
