@@ -54,7 +54,7 @@ BUSY = 0.9  # CPU time / wall time above which a client process may be the bottl
 @load_options
 @click.argument("more", nargs=-1)
 @click.pass_context
-def bench(ctx: click.Context, /, **given: object) -> None:
+def bench(ctx: click.Context, /, **given: Any) -> None:  # noqa: ANN401 - of the command line
     """Measure a running server, or RECIPE with --start or --offline.
 
     A table is printed and a record is written. With --compare, earlier records are compared, as in
@@ -126,7 +126,7 @@ def engine_config(options: Options, extra: Sequence[str]) -> Config | None:
     if not (options.offline or options.start or options.recipe is not None):
         return None
     names = (*OF_THE_RECIPE[1:], *["api_key"] * options.start)
-    flags = {name: vars(options)[name] for name in names}
+    flags = {name: getattr(options, name) for name in names}
     config = config_of(options.recipe, (*options.overrides, *extra), **flags)
     if options.offline and (dp := config.recipe.parallel.dp) > 1:
         raise ConfigError(f"--offline drives one engine; parallel.dp is {dp}")

@@ -6,10 +6,12 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from pathlib import Path
 
 import click
 import msgspec
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from nanovllm.bench import sweep
 from nanovllm.bench.agents import AgentLoad
@@ -22,8 +24,58 @@ from nanovllm.config import ConfigError
 DEFAULT_CONCURRENCY = 8
 DEFAULT_URL = "http://127.0.0.1:8000"
 
-# Values of the command line by option, converted by click. num_prompts is 0 if it is not given.
-Options = SimpleNamespace
+
+class Options(Struct, frozen=True, kw_only=True):
+    """Values of the command line, converted by click. None: not given, and without a default."""
+
+    recipe: str | None
+    more: tuple[str, ...]  # further arguments: records to compare
+    overrides: tuple[str, ...]
+    device: str | None
+    tp: int | None
+    dp: int | None
+    load_format: str | None
+    eager: bool | None
+    url: str | None
+    prefill_url: str
+    api_key: str | None
+    start: bool
+    served_by: str
+    offline: bool
+    workload: str
+    ablate: tuple[str, ...]
+    concurrency: int | None
+    sweep: str | None
+    request_rate: float | None
+    burstiness: float
+    num_prompts: int  # 0 if it is not given
+    warmup: int | None
+    seed: int
+    processes: int | None
+    adapters: int
+    sessions: int | None
+    turns: int | None
+    shared_len: int | None
+    growth: tuple[float, float] | None
+    answers: tuple[float, float] | None
+    longest: int | None
+    pauses: tuple[float, float] | None
+    input_len: int
+    output_len: int
+    range_ratio: float
+    temperature: float
+    ignore_eos: bool
+    structured: bool
+    goodput: tuple[str, ...]
+    results_dir: str
+    json_out: Path | None
+    commit: str | None
+    expert_load: Path | None
+    expert_ranks: int | None
+    expert_copies: int
+    compare: bool
+    plot: Path | None
+
 
 OF_A_SERVER = ("url", "prefill_url", "served_by", "sweep", "goodput", "processes")
 OF_AGENTS = ("sessions", "turns", "shared_len", "growth", "answers", "longest", "pauses")
@@ -234,12 +286,12 @@ def loads_of(options: Options) -> list[ServerLoad]:
 def plain_load(options: Options, concurrency: int | None, seed: int) -> Workload:
     num_prompts = options.num_prompts or min(8 * (concurrency or 16), 1024)
     chosen = {"concurrency": concurrency, "seed": seed, "num_prompts": num_prompts}
-    return msgspec.convert(vars(options) | chosen, Workload)
+    return msgspec.convert(asdict(options) | chosen, Workload)
 
 
 def agent_load(options: Options, concurrency: int | None, seed: int) -> AgentLoad:
     names = (*OF_AGENTS, "temperature", "ignore_eos", "adapters")
-    stated = {name: vars(options)[name] for name in names if vars(options)[name] is not None}
+    stated = {name: value for name in names if (value := getattr(options, name)) is not None}
     chosen = {"concurrency": concurrency, "seed": seed}
     chosen["sessions"] = options.sessions or concurrency
     return AgentLoad(**stated | chosen)

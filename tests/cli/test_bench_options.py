@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import asdict
 
 from nanovllm.bench.agents import AgentLoad
 from nanovllm.cli.bench import bench
@@ -34,20 +36,26 @@ def test_a_span_is_two_numbers() -> None:
 
 def test_loads_of_agents() -> None:
     """Sessions run all at once unless --concurrency is less. Only given sizes replace defaults."""
-    given = dict.fromkeys(("turns", "growth", "answers", "longest", "pauses", "sweep"))
-    given |= {"workload": "agents", "temperature": 0.0, "ignore_eos": True, "seed": 3}
-    given |= {
-        "request_rate": None,
-        "shared_len": 500,
-        "sessions": 6,
-        "concurrency": None,
-        "adapters": 2,
-    }
-    (load,) = loads_of(Options(**given))
+    typed = ["--workload", "agents", "--temperature", "0", "--seed", "3", "--shared-len", "500"]
+    typed += ["--adapters", "2"]
+    (load,) = loads_of(options(*typed, "--sessions", "6"))
     assert load == AgentLoad(
         sessions=6, concurrency=6, shared_len=500, temperature=0.0, seed=3, adapters=2
     )
-    two = loads_of(Options(**given | {"sweep": "2,4"}))
+    two = loads_of(options(*typed, "--sessions", "6", "--sweep", "2,4"))
     assert [(one.concurrency, one.sessions, one.seed) for one in two] == [(2, 6, 5), (4, 6, 7)]
-    (eight,) = loads_of(Options(**given | {"sessions": None}))
+    (eight,) = loads_of(options(*typed))
     assert (eight.sessions, eight.concurrency) == (8, 8)
+
+
+def options(*typed: str) -> Options:
+    """Return the values of a command line, as `nanovllm bench` makes them."""
+    return Options(**bench.make_context("bench", [*typed]).params)
+
+
+def test_options_have_the_names_and_types_of_the_command_line() -> None:
+    typed = ["demo", "--start", "--set", "a=1", "--set", "b=2", "--tp", "2", "--growth", "20-40"]
+    found = options(*typed)
+    assert (found.recipe, found.overrides, found.tp) == ("demo", ("a=1", "b=2"), 2)
+    assert (found.growth, found.num_prompts, found.warmup) == ((20, 40), 0, None)
+    assert msgspec.convert(asdict(found), Options, strict=True) == found
