@@ -254,6 +254,8 @@ def read_recipe(
         key, equals, written = text.partition("=")
         if not equals:
             raise ConfigError(f"--set {text}: write section.key=value")
+        if not written.strip():  # of an unset variable
+            raise ConfigError(f"--set {key}: the value is empty; write null, or '\"\"' for no text")
         changed[key.strip()] = parse(written, f"--set {key}: the value")  # may be a secret
     for path, value in (*_keys_of_model(raw), *changed.items()):
         if path.startswith("model.") and path not in MODEL_KEYS:

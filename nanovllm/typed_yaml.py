@@ -31,7 +31,7 @@ class ConfigError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # the package has no types
-    """YAML loader that refuses duplicate keys."""
+    """YAML loader that refuses duplicate keys, and reads 1e-9 as a number, as YAML 1.2 does."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -42,6 +42,11 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # the package has no type
         return mapping
 
 
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
+)
+
+
 def parse(text: str, what: str) -> Any:  # noqa: ANN401
     """Return the value of YAML. Raise ConfigError starting with `what`, a name of the text."""
     try:
@@ -50,7 +55,9 @@ def parse(text: str, what: str) -> Any:  # noqa: ANN401
         raise ConfigError(f"{what} is nested too deeply") from None
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise ConfigError(f"{what} is not YAML: {line}{error.problem}") from None
+        is_alias = error.context in ("while scanning an alias", "while scanning an anchor")
+        cure = '; write * and & in quotes, as in ["*"]' if is_alias else ""
+        raise ConfigError(f"{what} is not YAML: {line}{error.problem}{cure}") from None
     except (yaml.YAMLError, ValueError) as error:  # invalid characters and dates
         raise ConfigError(f"{what} is not YAML: {error}") from None
 
@@ -135,7 +142,9 @@ def _wrong_value(raw: Mapping[str, Any], whole: type[Struct], message: str) -> C
     path = match[2] + (f".{match[1][7:-1]}" if match[1] else "")  # the field of a required key
     value: Any = raw
     schema: Any = whole
+    is_missing = False
     for name in path.split("."):
+        is_missing = name not in value
         value = value.get(name)
         fields = structs.fields(_section(schema) or whole)
         schema = next(field.type for field in fields if field.name == name)
@@ -146,4 +155,9 @@ def _wrong_value(raw: Mapping[str, Any], whole: type[Struct], message: str) -> C
             parts += get_args(kind)
     allowed = ", ".join(parts[:-1]) + (" or " if parts[1:] else "") + parts[-1]
     shown = "" if path.endswith("api_key") else f" is {repr(value)[:80]}; it"
-    return ConfigError(f"{path}{shown} must be {allowed}")
+    if is_missing or value is None:
+        shown = " is missing; it" if is_missing else " is null; it"
+    # Numbers, dates and words such as `on` are text only if they are quoted.
+    is_scalar = str in kinds and not isinstance(value, str | list | dict | None)
+    cure = """, in quotes for YAML, as in '"1"'""" if is_scalar else ""
+    return ConfigError(f"{path}{shown} must be {allowed}{cure}")

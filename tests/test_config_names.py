@@ -186,7 +186,20 @@ def test_the_wheel_ships_recipes_and_every_package() -> None:
         ("model.x=3", "unknown key model.x; a model has model.name, model.num_layers"),
         ("device=gpu", "device is 'gpu'; it must be auto, cuda or cpu"),
         ("load.format=gguf", "load.format is 'gguf'; it must be auto, safetensors or dummy"),
-        ("server.api_key=12345", "server.api_key must be text"),
+        ("server.api_key=12345",
+         """server.api_key must be text, in quotes for YAML, as in '"1"'"""),
+        ("server.host=on",
+         """server.host is True; it must be text, in quotes for YAML, as in '"1"'"""),
+        ("server.api_key=", "--set server.api_key: the value is empty; write null, or '\"\"' for "
+         "no text"),
+        ("server.port= ", "--set server.port: the value is empty; write null, or '\"\"' for no "
+         "text"),
+        ("server.port=null", "server.port is null; it must be a whole number"),
+        ("cache.disk.gib=1", "cache.disk.path is missing; it must be text"),
+        ("server.port=8e3", "server.port is 8000.0; it must be a whole number"),
+        ("server.allowed_origins=[*]", "--set server.allowed_origins: the value is not YAML: line "
+         "1: expected alphabetic or numeric character, but found ']'; write * and & in quotes, as "
+         'in ["*"]'),
         ("server.api_key=[12345", "--set server.api_key: the value is not YAML: line 1: expected "
          "',' or ']', but got '<stream end>'"),
         ("parallel={tp: 4, ep: 2}", "parallel.ep is 2; it must be 1 or parallel.tp, which is 4; "
@@ -210,6 +223,11 @@ def test_the_wheel_ships_recipes_and_every_package() -> None:
 )  # fmt: skip
 def test_a_wrong_key_or_value_is_named(override: str, line: str) -> None:
     assert refused(None, override) == line
+
+
+def test_a_number_may_have_an_exponent_without_a_point() -> None:
+    found = load_config(None, ["cache.cpu_gib=2e-1", "schedule.ageing_s=+1E2"]).recipe
+    assert (found.cache.cpu_gib, found.schedule.ageing_s) == (0.2, 100.0)
 
 
 def test_the_last_of_two_settings_counts() -> None:

@@ -70,8 +70,8 @@ NOT_FALLING = "numbers (speculate.tokens) between 0 and 1, each at most the prev
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        ("speculate.tokens=3", f"speculate.method is None; it must be {METHODS}"),
-        ("speculate={}", f"speculate.method is None; it must be {METHODS}"),
+        ("speculate.tokens=3", f"speculate.method is missing; it must be {METHODS}"),
+        ("speculate={}", f"speculate.method is missing; it must be {METHODS}"),
         ("speculate.method=medusa", f"speculate.method is 'medusa'; it must be {METHODS}"),
         ("speculate=3", "speculate is a section; write speculate.<key>"),
         ("speculate.metod=ngram", "unknown key speculate.metod; did you mean speculate.method?"),

@@ -164,7 +164,7 @@ def test_the_section_is_checked(tmp_path: Path) -> None:
         ("adapters.folder=/nowhere", "adapters.folder: /nowhere is not a folder"),
         (f"adapters={{folder: {tmp_path}}}", "has no folder with an adapter_config.json"),
         (f"adapters={{folder: {tmp_path}, slots: 0}}", "adapters.slots is 0; it must be between"),
-        ("adapters.slots=3", "adapters.folder is None; it must be text"),
+        ("adapters.slots=3", "adapters.folder is missing; it must be text"),
     ):
         with pytest.raises(ConfigError) as refused:
             load_config(None, [setting])
