@@ -95,7 +95,7 @@ def without_slash(origin: str) -> str:
 def setting(key: str, values: Sequence[str]) -> str:
     """Return the flag that sets a list of strings, quoted for a shell."""
     if all(PLAIN.fullmatch(value) and value != OPAQUE for value in values):
-        return f"--set {key}=[{','.join(values)}]"
+        return f"--set '{key}=[{','.join(values)}]'"  # zsh expands brackets
     return f"--set {key}='{json.dumps(values)}'"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +87,22 @@ def test_the_line_that_a_refusal_names_sets_just_that(origins) -> None:
     flag, value = shlex.split(setting("server.allowed_origins", origins))
     assert flag == "--set"
     assert load_config(None, [value]).recipe.server.allowed_origins == origins
+
+
+def test_no_shell_expands_the_line_that_a_refusal_names() -> None:
+    """zsh refuses a word with unquoted brackets that matches no file."""
+    assert setting("server.allowed_hosts", ["a", "b"]) == "--set 'server.allowed_hosts=[a,b]'"
+    assert setting("server.allowed_origins", ["*"]) == """--set server.allowed_origins='["*"]'"""
+
+
+def test_documents_name_settings_that_a_shell_and_yaml_read() -> None:
+    found = []
+    for name in ("README.md", "recipes/README.md", "nanovllm/server/README.md"):
+        text = (Path(__file__).parents[1] / name).read_text()
+        found += re.findall(r"--set 'server\.allowed_origins=[^']*\]'", text)
+    values = [shlex.split(line)[1] for line in found]
+    origins = [load_config(None, [value]).recipe.server.allowed_origins for value in values]
+    assert ["*"] in origins and ["https://a.example"] in origins
 
 
 @pytest.mark.parametrize(

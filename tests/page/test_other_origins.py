@@ -111,7 +111,7 @@ def test_a_foreign_page_can_neither_chat_nor_read(browser, closed, port) -> None
     eventually(lambda: counts(closed).get(403) == 7)  # including the OPTIONS request for JSON
     assert counts(closed) == {403: 7}
     refused = [line for line in closed.lines if "error=origin_not_allowed" in line]
-    line = f"--set server.allowed_origins=[http://evil.test:{port}]"
+    line = f"--set 'server.allowed_origins=[http://evil.test:{port}]'"
     assert refused[0].rstrip().endswith(line) and "path=/v1/chat/completions" in refused[0]
 
 

@@ -58,7 +58,7 @@ def test_nor_does_it_chat(api) -> None:
     assert answer.status_code == 403 and api.engine.generates == []
     asks = {**sent, "access-control-request-method": "POST"}
     assert api.http.options(CHAT, headers=asks).status_code == 403
-    line = "start the server with --set server.allowed_hosts=[rebind.test]"
+    line = "start the server with --set 'server.allowed_hosts=[rebind.test]'"
     assert error(answer)["message"].endswith(line)
 
 
@@ -78,7 +78,7 @@ def test_a_name_that_the_recipe_allows(named) -> None:
     own = {"host": "gpu-box.example:8000", "origin": "http://gpu-box.example:8000"}
     assert named.http.post(CHAT, json=body(), headers=own).status_code == 200
     answer = named.http.get("/metrics", headers={"host": "evil.gpu-box.example"})
-    wanted = "--set server.allowed_hosts=[gpu-box.example,evil.gpu-box.example]"
+    wanted = "--set 'server.allowed_hosts=[gpu-box.example,evil.gpu-box.example]'"
     assert wanted in error(answer)["message"]
 
 
@@ -124,9 +124,9 @@ def test_the_refusal_names_the_line_that_lets_it_in(tmp_path, api) -> None:
     refused = error(api.http.get("/v1/models", headers={"origin": "https://Evil.test:8443"}))
     assert refused["message"] == (
         "pages of the origin 'https://Evil.test:8443' may not use this server; start the server "
-        "with --set server.allowed_origins=[https://evil.test:8443]"
+        "with --set 'server.allowed_origins=[https://evil.test:8443]'"
     )
-    (line,) = re.findall(r"--set (\S+)$", refused["message"])
+    (line,) = re.findall(r"--set '(\S+)'$", refused["message"])
     with serving(tmp_path, line) as other:
         answer = other.http.get("/v1/models", headers={"origin": "https://evil.test:8443"})
         assert answer.headers["access-control-allow-origin"] == "https://evil.test:8443"

@@ -112,7 +112,7 @@ def test_what_a_server_logs(tmp_path) -> None:
             "refused method=GET path=/v1/models status=401 error=invalid_api_key",
         ]
         assert found[2].startswith("refused method=GET path=/metrics status=403 error=origin_not_")
-        assert found[2].endswith("--set server.allowed_origins=[https://evil.test]")
+        assert found[2].endswith("--set 'server.allowed_origins=[https://evil.test]'")
         assert found[3:] == [
             "refused method=GET path=/wp-login.php%0aforged%1b[2J status=404 error=not_found",
             "refused method=POST path=/v1/chat/completions status=404 error=model_not_found",
