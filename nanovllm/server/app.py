@@ -36,7 +36,7 @@ from nanovllm.server.asgi import (
 )
 from nanovllm.server.debug_steps import DEBUG, looks
 from nanovllm.server.engines import Engines
-from nanovllm.server.errors import ApiError, shutting_down, unknown_model
+from nanovllm.server.errors import ApiError, shutting_down, unknown_model, unknown_path
 from nanovllm.server.large import LARGE_BYTES, MANY_MESSAGES, LargeBodies, Room
 from nanovllm.server.metrics import OTHER_PATH, HttpCounts
 from nanovllm.server.orders import with_grammar
@@ -166,7 +166,7 @@ class App:
         if path.startswith(f"{MODELS}/"):
             answer = partial(self._model, path.removeprefix(f"{MODELS}/"))
         if path not in self._posts and answer is None and look is None:
-            raise ApiError(404, f"{path[:200]} does not exist", code="not_found")
+            raise unknown_path(path)
         methods = ("POST",) if path in self._posts else READING
         if scope["method"] not in methods:
             text = f"{path[:200]} accepts {methods[0]}, not {scope['method'][:20]}"

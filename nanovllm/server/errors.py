@@ -15,6 +15,13 @@ HEADERS = {
     503: [(b"retry-after", b"1")],
 }
 
+CHAT = "this server generates text at POST /v1/chat/completions only"
+LORA = "adapters can be changed if adapters.runtime is true"
+INSTEAD = {
+    **dict.fromkeys(("/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"), CHAT),
+    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), LORA),
+}
+
 
 class ApiError(Exception):
     """Error that ends a request. `param` is the path of the field at fault: `messages[0].role`."""
@@ -76,9 +83,24 @@ def unknown_model(model: str, names: Iterable[str]) -> ApiError:
     return ApiError(404, text, param="model", code="model_not_found")
 
 
+def unknown_path(path: str) -> ApiError:
+    cure = f"; {INSTEAD[path]}" if path in INSTEAD else ""
+    return ApiError(404, f"{path[:200]} does not exist{cure}", code="not_found")
+
+
 def shutting_down() -> ApiError:
     close = [(b"connection", b"close")]
     return ApiError(503, "the server is shutting down", code="shutting_down", headers=close)
+
+
+def bad_text(body: bytes) -> ApiError:
+    """Return the error for a body that is not UTF-8, with the place of the first wrong byte."""
+    place = ""
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:  # the position in msgspec's error is that in a string
+        place = f": {error.reason} (byte {error.start})"
+    return ApiError(400, f"the body is not valid UTF-8{place}", code="invalid_json")
 
 
 def bad_body(error: msgspec.DecodeError) -> ApiError:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Sequence
 from functools import cached_property
+from types import NoneType
 from typing import Any
 
 import msgspec
 from msgspec import Struct, structs
 
-from nanovllm.server.errors import ApiError, bad_body, bad_value, misplaced, unknown_model
+from nanovllm.server.errors import ApiError, bad_body, bad_text, bad_value, misplaced, unknown_model
 from nanovllm.server.parsers.base import FUNCTION_NAME
 from nanovllm.server.ranges import Range, check_biases, check_token_ids, ranges
 from nanovllm.server.tool_choice import ToolChoice, tool_choice
@@ -31,6 +32,7 @@ WIDEST = ranges(1 << 24, raise_priority=False)  # no server has a longer context
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 128, 128
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+OF_OTHERS = ("whitespace_pattern", "disable_additional_properties")  # would change the answer
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # Echoed in a header. Routers put the addresses of two servers in it.
@@ -238,8 +240,8 @@ def parse_request(
                 refusal.param, f"must be {allowed[refusal.param]}; the value is far outside"
             )
         raise refusal from None
-    except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not valid UTF-8: {error}", code="invalid_json") from None
+    except UnicodeDecodeError:
+        raise bad_text(body) from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
     names = [model, *other_names, *adapters]
@@ -339,6 +341,13 @@ def _check_format(request: ChatRequest) -> None:
         return
     if response_format is not None and response_format["type"] != "text":
         raise misplaced("structured_outputs", "cannot be given together with response_format")
+    for field in OF_OTHERS:
+        if other.get(field) not in (None, False):
+            where = f"structured_outputs.{field}"
+            text = f"{where} is not supported by this server"
+            raise ApiError(400, text, param=where, code="unsupported_parameter")
+    if type(flag := other.get("json_object")) not in (bool, NoneType):
+        raise bad_value("structured_outputs.json_object", "true or false", flag)
     named = [field for field in STRUCTURES if other.get(field) not in (None, False)]
     if len(named) != 1:
         raise bad_value("structured_outputs", f"exactly one of {', '.join(STRUCTURES)}", named)

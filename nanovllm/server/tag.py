@@ -202,7 +202,7 @@ class _Writer:
         if kind == "choice":
             is_list = isinstance(value, list) and 0 < len(value) <= MAX_VALUES
             if not is_list or not all(isinstance(text, str) and text for text in value):
-                raise bad_value(where, f"a list of 1 to {MAX_VALUES} strings", value)
+                raise bad_value(where, f"a list of 1 to {MAX_VALUES} non-empty strings", value)
             if (size := sum(len(text.encode()) for text in value)) > MAX_CHOICE_BYTES:
                 raise bad_value(where, f"at most {MAX_CHOICE_BYTES} bytes in all", size)
             return either(*map(constant, value))
@@ -215,7 +215,8 @@ class _Writer:
         if len(json.dumps(tag)) > MAX_BYTES:
             raise bad_value(where, f"at most {MAX_BYTES} bytes of JSON", "more")
         if not isinstance(tag, dict) or not isinstance(tag.get("format"), dict):
-            raise bad_value(f"{where}.format", "an object", tag)
+            shown = tag.get("format") if isinstance(tag, dict) else tag
+            raise bad_value(f"{where}.format", "an object, the format of the output", shown)
         return dict(self._format(tag["format"], f"{where}.format", 0))
 
     def _format(self, content: Any, where: str, depth: int) -> Any:  # noqa: ANN401

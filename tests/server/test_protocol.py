@@ -113,7 +113,11 @@ def test_wrong_type(param, value) -> None:
         (b"[]", None, "Expected `object`"),
         (b'{"messages": [] x', None, "not valid JSON"),
         (b'{"messages": [], "temperature": NaN}', None, "not valid JSON"),
-        (b'{"messages": [{"role": "\xff"}]}', None, "not valid UTF-8"),
+        (
+            b'{"messages": [{"role": "\xff"}]}',
+            None,
+            "the body is not valid UTF-8: invalid start byte (byte 24)",
+        ),
         (b'{"messages": ' + b"[" * 100_000, "messages[0]", "Expected"),
         (b'{"store": ' + b"[" * 100_000, None, "nested too deeply"),
         ({}, "messages", "required field `messages`"),
@@ -164,6 +168,16 @@ def test_wrong_type(param, value) -> None:
             ),
             "structured_outputs",
             "together with response_format",
+        ),
+        (
+            field(structured_outputs={"json_object": "false"}),
+            "structured_outputs.json_object",
+            "true or false, not 'false'",
+        ),
+        (
+            field(structured_outputs={"json": {}, "whitespace_pattern": " ?"}),
+            "structured_outputs.whitespace_pattern",
+            "not supported by this server",
         ),
         (
             field(tools=[{"function": {"name": "f", "parameters": []}}]),

@@ -27,6 +27,22 @@ def test_one_model_by_name(api) -> None:
     assert api.http.post("/v1/models/demo").headers["allow"] == "GET, HEAD"
 
 
+@pytest.mark.parametrize(
+    ("path", "cure"),
+    [
+        ("/v1/completions", "this server generates text at POST /v1/chat/completions only"),
+        ("/v1/responses", "this server generates text at POST /v1/chat/completions only"),
+        ("/v1/load_lora_adapter", "adapters can be changed if adapters.runtime is true"),
+    ],
+)
+def test_a_route_of_other_servers_is_refused_with_a_remedy(api, path: str, cure: str) -> None:
+    response = api.http.post(path, json={})
+    assert response.status_code == 404
+    assert response.json()["error"]["message"] == f"{path} does not exist; {cure}"
+    plain = api.http.get("/nothing").json()["error"]["message"]
+    assert plain == "/nothing does not exist"
+
+
 def test_all_names_of_a_model(tmp_path, monkeypatch) -> None:
     """The metrics' label stays the server's name, by any name that requests use for the model."""
     ready = replace(fake_engine.READY, model="mine")

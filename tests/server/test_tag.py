@@ -399,8 +399,8 @@ def test_with_tools_it_is_calls_or_the_content() -> None:
         ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex must be a string"),
         ({"structured_outputs": {"regex": "(" * 3}}, "structured_outputs.regex must be without"),
         ({"structured_outputs": {"grammar": "x" * 70_000}}, "grammar must be a string of 1 to"),
-        ({"structured_outputs": {"choice": []}}, "choice must be a list of 1 to 2000 strings"),
-        ({"structured_outputs": {"choice": [""]}}, "choice must be a list of 1 to 2000 strings"),
+        ({"structured_outputs": {"choice": []}}, "choice must be a list of 1 to 2000 non-empty"),
+        ({"structured_outputs": {"choice": [""]}}, "choice must be a list of 1 to 2000 non-empty"),
         (
             {"structured_outputs": {"choice": [str(i) * 33 for i in range(1000, 1500)]}},
             "structured_outputs.choice must be at most 65536 bytes in all, not 66000",
@@ -416,6 +416,10 @@ def test_with_tools_it_is_calls_or_the_content() -> None:
         ({"structured_outputs": {"json": "[" * 99_999}}, "json must be JSON .*recursion"),
         ({"structured_outputs": {"json": NO_DATE}}, "structured_outputs.json: .*'not'"),
         ({"structured_outputs": {"structural_tag": {}}}, "structural_tag.format must be an obj"),
+        (
+            {"response_format": {"type": "structural_tag", "structures": [], "triggers": []}},
+            "response_format.format must be an object, the format of the output, not None",
+        ),
         (
             {"response_format": {**TAG, "format": {**XML, "content": {"type": "regex"}}}},
             "response_format.format.content must be a string",
