@@ -59,7 +59,7 @@ class Document:
         if schema is False:
             return (1,)
         if not isinstance(schema, dict):
-            self.refuse(path, "is no object")
+            self.refuse(path, "is not an object")
         number = self._numbers.get(id(schema))
         if number is None:
             self._schemas.append((schema, path))

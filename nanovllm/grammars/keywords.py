@@ -55,7 +55,7 @@ class Keywords:
                 values = [schema["const"]] if keyword == "const" else schema["enum"]
                 fits = isinstance(values, list) and 0 < len(values) <= MAX_VALUES
                 self._reader.expect(
-                    fits, path, f"has an 'enum' that is no list of 1 to {MAX_VALUES} values"
+                    fits, path, f"has an 'enum' that is not a list of 1 to {MAX_VALUES} values"
                 )
                 alternatives = self._reader.product(alternatives, self.valued(values, path), path)
         return alternatives
@@ -103,7 +103,9 @@ class Keywords:
         low, high = self.counts(schema, path, "minLength", "maxLength")
         pattern, form = schema.get("pattern"), schema.get("format")
         string = String(low=low, high=high)
-        self._reader.expect(isinstance(form, str | None), path, "has a 'format' that is no string")
+        self._reader.expect(
+            isinstance(form, str | None), path, "has a 'format' that is not a string"
+        )
         if pattern is not None and self.pattern(pattern, path):
             string = replace(string, patterns=((pattern, True),))
         if form in FORMATS:
@@ -115,7 +117,7 @@ class Keywords:
     def pattern(self, pattern: object, path: str, keyword: str = "pattern") -> bool:
         """Return whether a pattern can be enforced."""
         if not isinstance(pattern, str):
-            self._reader.refuse(path, f"has a '{keyword}' that is no string")
+            self._reader.refuse(path, f"has a '{keyword}' that is not a string")
         try:
             if len(pattern) > MAX_CHARS:
                 raise PatternError(f"more than {MAX_CHARS} characters")
@@ -189,7 +191,7 @@ class Keywords:
         properties, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
         for keyword, value in (("properties", properties), ("patternProperties", patterns)):
             is_object = isinstance(value, dict)
-            self._reader.expect(is_object, path, f"has {keyword!r} that are no object")
+            self._reader.expect(is_object, path, f"has {keyword!r} that are not an object")
         required = self.names(schema.get("required", []), path)
         low, high = self.counts(schema, path, "minProperties", "maxProperties")
         named = {n: self._reader.conj(s, f"{path}/properties/{n}") for n, s in properties.items()}

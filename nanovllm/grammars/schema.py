@@ -52,7 +52,7 @@ def read(schema: object, where: str, *, exact: bool) -> SchemaReader:
     except ValueError:  # Python refuses to write integers of more than 4300 digits
         reader.refuse("#", "has a number of too many digits")
     reader.expect(size <= MAX_BYTES, "#", f"has more than {MAX_BYTES} bytes")
-    reader.expect(isinstance(schema, bool | dict), "#", "is no object")
+    reader.expect(isinstance(schema, bool | dict), "#", "is not an object")
     return reader
 
 

@@ -71,7 +71,7 @@ def structural_tag(request: ChatRequest, served: Served, turn: str) -> str:
         text = "needs a token that ends the output, and the model has none: give stop_token_ids"
         raise misplaced(str(request.constrained_by), text)
     if served.writes_by_chance:
-        text = "cannot be had from a server with speculate.accept, whose text is none"
+        text = "cannot be enforced by a server with speculate.accept, whose output is not text"
         raise misplaced(str(request.constrained_by), text)
     try:
         with refusals():

@@ -443,7 +443,7 @@ def test_refusals(fields, message) -> None:
 def test_no_grammar_is_followed_where_drafts_are_accepted_by_chance() -> None:
     overrides = ["speculate.method=synthetic", "speculate.accept=[.5,.5,.5]"]
     by_chance = Served(load_config(None, overrides), READY)
-    with pytest.raises(ApiError, match="response_format cannot be had from a server with specul"):
+    with pytest.raises(ApiError, match="response_format cannot be enforced by a server with spec"):
         structural_tag(request(response_format=PERSON), by_chance, "")
     looked_up = Served(load_config(None, ["speculate.method=ngram"]), READY)
     assert structural_tag(request(response_format=PERSON), looked_up, "")
