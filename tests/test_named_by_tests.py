@@ -116,8 +116,7 @@ DRIVEN_BY = {
     "tests/end_to_end/test_prefill_decode.py": "nanovllm/engine/tickets.py",
     "tests/transfer/test_remote_pages.py": "nanovllm/transfer/lender.py",
     "tests/transfer/test_page_client.py": """
-        nanovllm/transfer/messages.py
-        nanovllm/transfer/page_server.py nanovllm/transfer/sealed.py""",
+        nanovllm/transfer/messages.py nanovllm/transfer/sealed.py""",
     "tests/runner/test_roles.py": "nanovllm/runner/page_shares.py",
     "tests/runner/test_transfer.py": """
         nanovllm/disk_cache.py nanovllm/engine/transfer_ends.py nanovllm/runner/copy_stream.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -37,6 +38,7 @@ from nanovllm.wire import FinishReason, Generate, Sampling, StepOutput, TokenLog
 
 GREEDY = Sampling(temperature=0.0)
 MAX_TOKENS = 200
+BLOCKED_S = 0.05  # longest wait for the end of a transfer before another step
 
 
 class WholeEngine:
@@ -93,6 +95,8 @@ class WholeEngine:
             self.memory = self.scheduler.memory
         self.loop = EngineLoop(self.scheduler, executor, self.collect, self, depth)
         self.loop.measures = False  # plans do not depend on the speed of this machine
+        self._moved = threading.Event()
+        executor.call_when_moved(self._moved.set)
         self.text: dict[int, list[int]] = {}
         self.cached, self.finish = dict[int, int](), dict[int, FinishReason]()
         self.logprobs, self.handovers = dict[int, list[TokenLogprobs]](), dict[int, str]()
@@ -155,9 +159,17 @@ class WholeEngine:
         )
 
     def run(self) -> None:
+        """Run until no request is left.
+
+        While nothing can run, wait for the end of a transfer, as the engine process does. Without
+        the wait this thread would take the GIL from the threads that transfer.
+        """
         while not self.loop.idle:
+            self._moved.clear()
             self.loop.step()
             self.scheduler.check()
+            if self.loop.is_blocked:
+                self._moved.wait(BLOCKED_S)
 
 
 def small_demo(slots: int, *changes: str) -> Built:

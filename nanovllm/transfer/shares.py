@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import struct
 import threading
 import time
@@ -33,12 +34,17 @@ class ShareServer:
         state: Callable[[int, int], memoryview],
     ) -> None:
         self._page, self._state, self._is_closed = page, state, False
+        self._path = path
         self._listener = Listener(path, "AF_UNIX", authkey=key_of(secret))
         os.chmod(path, 0o600)
-        threading.Thread(target=self._accept_all, name="transfer-share", daemon=True).start()
+        threading.Thread(target=self._accept_all, name="transfer-ranks", daemon=True).start()
 
     def close(self) -> None:
+        """Accept no more connections. Those that are open end with rank 0's end of them."""
         self._is_closed = True
+        # Closing a socket does not end an accept() that another thread waits in. A connection does.
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(self._path)
         self._listener.close()
 
     def _accept_all(self) -> None:
@@ -51,7 +57,10 @@ class ShareServer:
                 log.warning("a connection for this rank's pages failed: %s", error)
                 time.sleep(RETRY_S)
                 continue
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            args = (connection,)
+            threading.Thread(
+                target=self._serve, args=args, name="transfer-share", daemon=True
+            ).start()
 
     def _serve(self, connection: Connection) -> None:
         with connection, suppress(EOFError, OSError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import signal
 import socket
@@ -18,10 +17,9 @@ from pathlib import Path
 import pytest
 
 from nanovllm.transfer.leases import Lease, Leases
-from nanovllm.transfer.messages import EngineCard, ReadPages, encode
+from nanovllm.transfer.messages import EngineCard
 from nanovllm.transfer.page_client import PageClient, ReaderLimits
 from nanovllm.transfer.page_server import PageServer, PageSource
-from nanovllm.transfer.sealed import SealedConnection
 from nanovllm.transfer.tickets import VERSION, Ticket
 
 SECRET = "the secret of these tests"
@@ -175,10 +173,8 @@ def test_heartbeats_keep_queued_leases(p: PrefillEngine) -> None:
         first, second = p.ticket(*range(12)), p.ticket(1)
         real = p.page
 
-        def page(
-            number: int, share: int, shares: int
-        ) -> memoryview:  # slow: 12 pages take 36 s of P's clock
-            p.now += 3
+        def page(number: int, share: int, shares: int) -> memoryview:
+            p.now += 3  # slow: 12 pages take 36 s of P's clock
             time.sleep(0.03)
             return real(number)
 
@@ -324,26 +320,6 @@ def test_a_peer_that_does_not_fit(
     p.server.close()
 
 
-def test_random_bytes_on_the_port(p: PrefillEngine, caplog: pytest.LogCaptureFixture) -> None:
-    sent = [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(50_000), b"nvkvxfr1" + os.urandom(500)]
-    with reader(p) as d:
-        eventually(lambda: d.reads_from("p1"))
-        for data in sent * 3:
-            with (
-                socket.create_connection(p.server.address, 5) as sock,
-                contextlib.suppress(OSError),
-            ):
-                sock.sendall(data)
-                sock.shutdown(socket.SHUT_WR)
-                while sock.recv(1000):
-                    pass
-        assert fetch(d, p.ticket(1, 2))[0] is True
-    eventually(lambda: not p.server._connections)
-    assert p.server.counts["refused_stranger"] == 6 and p.server.counts["refused_secret"] == 3
-    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warned) == 2, warned
-
-
 def test_an_altered_byte_is_noticed(p: PrefillEngine) -> None:
     """A proxy between the engines flips one bit of a page."""
     flips = [True]
@@ -360,11 +336,13 @@ def test_an_altered_byte_is_noticed(p: PrefillEngine) -> None:
             sink.shutdown(socket.SHUT_RDWR)
 
     listener = socket.create_server(("127.0.0.1", 0))
+    opened = [listener]
 
     def accept_all() -> None:
         with contextlib.suppress(OSError):
             while True:
                 inner, outer = listener.accept()[0], socket.create_connection(p.server.address)
+                opened.extend((inner, outer))
                 for args in ((inner, outer, False), (outer, inner, True)):
                     threading.Thread(target=pump, args=args, daemon=True).start()
 
@@ -375,26 +353,12 @@ def test_an_altered_byte_is_noticed(p: PrefillEngine) -> None:
         assert not ok and buffers == [bytes(PAGE_BYTES)] and not flips
         eventually(lambda: d.reads_from("p1"))
         assert fetch(d, p.ticket(1))[0] is True
-    listener.close()
+    for sock in opened:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it
+        sock.close()
 
 
-def test_a_peer_cannot_read_beyond_its_lease(p: PrefillEngine) -> None:
-    wanted = [(0, 3), (-1, 1), (1, 2), (0, 0), (0, 2**40)]
-    for first, count in wanted:
-        with socket.create_connection(p.server.address, 5) as sock:
-            connection = SealedConnection.connect(sock, SECRET)
-            buffer = memoryview(bytearray(PAGE_BYTES + 1000))
-            connection.wait_at_most(5)
-            connection.receive(buffer)
-            generation = p.ticket(1, 2).generation
-            connection.send(encode(ReadPages(generation, first, count)))
-            with pytest.raises(OSError):
-                connection.receive(buffer)
-    eventually(lambda: p.server.counts["refused_protocol"] == len(wanted))
-    assert p.server.counts["pages"] == 0
-
-
-def test_the_source_names_no_pickle() -> None:
-    """Bytes of a peer are decoded by msgpack alone."""
+def test_the_source_names_no_pickle() -> None:  # bytes of a peer are decoded by msgpack alone
     for path in (ROOT / "nanovllm" / "transfer").glob("*.py"):
         assert "pickle" not in path.read_text(), path.name

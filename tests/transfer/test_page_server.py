@@ -1,0 +1,89 @@
+"""The port of P: strangers and faulty peers get nothing, and no connection outlives the server."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+
+import pytest
+
+from nanovllm.transfer.messages import ReadPages, encode
+from nanovllm.transfer.sealed import SealedConnection
+from tests.transfer.test_page_client import (
+    PAGE_BYTES,
+    SECRET,
+    PrefillEngine,
+    eventually,
+    fetch,
+    p,
+    reader,
+)
+
+__all__ = ["p"]  # a fixture
+
+
+def test_random_bytes_on_the_port(p: PrefillEngine, caplog: pytest.LogCaptureFixture) -> None:
+    sent = [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(50_000), b"nvkvxfr1" + os.urandom(500)]
+    with reader(p) as d:
+        eventually(lambda: d.reads_from("p1"))
+        for data in sent * 3:
+            with (
+                socket.create_connection(p.server.address, 5) as sock,
+                contextlib.suppress(OSError),
+            ):
+                sock.sendall(data)
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(1000):
+                    pass
+        assert fetch(d, p.ticket(1, 2))[0] is True
+    eventually(lambda: not p.server._connections)
+    assert p.server.counts["refused_stranger"] == 6 and p.server.counts["refused_secret"] == 3
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warned) == 2, warned
+
+
+def test_a_peer_cannot_read_beyond_its_lease(p: PrefillEngine) -> None:
+    wanted = [(0, 3), (-1, 1), (1, 2), (0, 0), (0, 2**40)]
+    for first, count in wanted:
+        with socket.create_connection(p.server.address, 5) as sock:
+            connection = SealedConnection.connect(sock, SECRET)
+            buffer = memoryview(bytearray(PAGE_BYTES + 1000))
+            connection.wait_at_most(5)
+            connection.receive(buffer)
+            generation = p.ticket(1, 2).generation
+            connection.send(encode(ReadPages(generation, first, count)))
+            with pytest.raises(OSError):
+                connection.receive(buffer)
+    eventually(lambda: p.server.counts["refused_protocol"] == len(wanted))
+    assert p.server.counts["pages"] == 0
+
+
+class LateLock:
+    """A lock that the accepting thread gets only after `going` has been set."""
+
+    def __init__(self) -> None:
+        self.lock, self.going = threading.Lock(), threading.Event()
+        self.is_wanted = threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.current_thread().name == "transfer-accept":
+            self.is_wanted.set()
+            self.going.wait(10)
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+def test_a_connection_that_is_accepted_during_close() -> None:
+    """Its socket is closed at once, and not after the idle limit. D would wait for it."""
+    server, lock = PrefillEngine().server, LateLock()
+    server._lock = lock  # type: ignore[assignment]
+    with socket.create_connection(server.address, 2) as sock:
+        assert lock.is_wanted.wait(10)
+        server.close()
+        lock.going.set()
+        assert sock.recv(1) == b""
