@@ -31,6 +31,7 @@ KEY = TicketKey(SECRET)
 LAYOUT, IDENTITY = b"layout", b"identity"
 PARTS = 2  # of a state
 LOST = -99  # state whose parts differ
+LOST_SHARE = 0.08  # of the steps of a read by another rank than 0
 SILENCE = 3  # steps until a frozen P is given up
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -99,22 +100,33 @@ class Read:
     steps: int  # that it takes at least
     lease: Lease | None = None
     silent: int = 0  # steps without an answer
+    share: int = 0  # the rank of D that reads
+
+
+@dataclass
+class RankReads:
+    """One fetch by all ranks of D. Rank 0 alone has contents: that of all heads."""
+
+    left: list[Read]
+    cells: list[Cell]
+    ok: dict[int, bool] = field(default_factory=dict)  # by rank, of reads that have ended
 
 
 @dataclass
 class PaperClient:
-    """Part of a PageClient. `p` is the present P, which may be another one at each step."""
+    """Part of the PageClients of all ranks of D. `p` is the present P, which may change."""
 
     p: PrefillEngine
     rng: Random
     fault: str
     beats_every: int
+    shares: int = 1  # ranks of D
     is_broken: bool = False  # there is no connection
     counts: Counter[str] = field(default_factory=Counter)
     reads: list[tuple[int, float]] = field(default_factory=list)
     kept: set[tuple[str, int]] = field(default_factory=set)
-    running: dict[int, Read] = field(default_factory=dict)
-    ends: list[tuple[Ticket, str]] = field(default_factory=list)  # messages to P
+    running: dict[int, RankReads] = field(default_factory=dict)
+    ends: list[tuple[Ticket, str, int]] = field(default_factory=list)  # messages to P, by share
     results: list[tuple[int, bool]] = field(default_factory=list)
     latest: int = 0
     time: int = 0
@@ -127,19 +139,24 @@ class PaperClient:
         self.kept.add((ticket.engine, ticket.generation))
 
     def decline(self, ticket: Ticket) -> None:
-        self._end(ticket, "not wanted")
+        for share in range(self.shares):
+            self._end(ticket, "not wanted", share)
 
-    def _end(self, ticket: Ticket, end: str) -> None:
+    def _end(self, ticket: Ticket, end: str, share: int) -> None:
         self.kept.discard((ticket.engine, ticket.generation))
-        self.ends.append((ticket, end))
+        self.ends.append((ticket, end, share))
 
     def fetch(
         self, ticket: Ticket, buffers: Sequence[Cell], places: Sequence[int], **_: object
     ) -> int:
         self.latest += 1
         assert list(places) == sorted(places)
-        cells = dict(zip(places, buffers, strict=True))
-        self.running[self.latest] = Read(ticket, cells, self.rng.randint(0, 8))
+        reads = []
+        for share in range(self.shares):
+            own = [Cell() for _ in buffers] if share else buffers
+            cells = dict(zip(places, own, strict=True))
+            reads.append(Read(ticket, cells, self.rng.randint(0, 8), share=share))
+        self.running[self.latest] = RankReads(reads, list(buffers))
         return self.latest
 
     def poll(self) -> list[tuple[int, bool]]:
@@ -152,23 +169,44 @@ class PaperClient:
 
     def step(self) -> None:
         self.time += 1
-        for number, read in list(self.running.items()):
-            if (ok := self._progress(read)) is not None:
+        for number, reads in list(self.running.items()):
+            self._read(reads)
+            if not reads.left:
                 del self.running[number]
-                self.results.append((number, ok))
-                self._end(read.ticket, "done" if ok else "not wanted")
+                is_joined = self.fault != "the ends of ranks are not joined"
+                self.results.append((number, all(reads.ok.values()) if is_joined else reads.ok[0]))
         if self.is_broken or self.p.is_frozen:
             return
-        for ticket, end in self.ends:
+        for ticket, end, share in self.ends:
             if ticket.engine == self.p.engine:
-                lease = self.p.leases.finish(ticket.generation, end)  # type: ignore[arg-type]
+                lease = self.p.leases.finish(ticket.generation, end, share, self.shares)  # type: ignore[arg-type]
                 if lease is not None:
                     self.p.give_back(lease)
         self.ends.clear()
         if self.time % self.beats_every == 0:
-            wanted = {*self.kept, *((r.ticket.engine, r.ticket.generation)
-                                    for r in self.running.values())}  # fmt: skip
+            reading = [read.ticket for reads in self.running.values() for read in reads.left]
+            wanted = {*self.kept, *((ticket.engine, ticket.generation) for ticket in reading)}
             self.p.leases.extend(n for engine, n in wanted if engine == self.p.engine)
+
+    def _read(self, reads: RankReads) -> None:
+        """Let each rank of D read some pages. A rank other than 0 may lose its connection."""
+        for read in list(reads.left):
+            ok = self._progress(read)
+            if read.share and self.rng.random() < LOST_SHARE:
+                ok = False
+            if ok is None:
+                continue
+            reads.left.remove(read)
+            reads.ok[read.share] = ok
+            self._end(read.ticket, "done" if ok else "not wanted", read.share)
+        if reads.left or all(reads.ok.values()):
+            return
+        self.counts["shares differ"] += any(reads.ok.values())
+        for cell in reads.cells:  # some heads have not arrived
+            if isinstance(cell.content, list):
+                cell.content = [[BUSY] * PAGE for _ in cell.content]
+            elif cell.content is not None:
+                cell.content = LOST
 
     def _progress(self, read: Read) -> bool | None:
         """Read some pages. Return the result once there is one."""
