@@ -18,7 +18,7 @@ from nanovllm.roles import TransferRole, address_of
 from nanovllm.runner.cuda_ipc import CudaReader, shared_memory
 from nanovllm.runner.disk import owner_of
 from nanovllm.runner.page_shares import PageReader, PageShares
-from nanovllm.runner.resolved import Resolved
+from nanovllm.runner.resolved import Resolved, loader_of
 from nanovllm.runner.transfer import HostPages
 from nanovllm.transfer.device_pages import DeviceMemory, MemoryReader
 from nanovllm.transfer.lender import Lender
@@ -89,7 +89,7 @@ def lender_of(
     others = [
         OtherRank(share_path(mesh, rank), secret_for(role)) for rank in range(1, mesh.tp_size)
     ]
-    shares = PageShares(pages, heads_by_tensor(resolved), others)
+    shares = PageShares(pages, heads_by_tensor(config, resolved), others)
     try:
         return Lender(
             address_of(role.listen, "transfer.listen"),
@@ -153,22 +153,25 @@ def digests(config: Config, resolved: Resolved) -> tuple[bytes, bytes]:
     """Return the digests of the cache's layout and of the model, which both engines must share.
 
     Engines with other numbers of ranks may pair if a rank's pages have nothing but some of the
-    model's heads: no recurrent states, and no layers of a draft model.
+    heads: no recurrent states, and no layers of a draft model that is whole on every rank.
     """
     owner = owner_of(config, resolved)
     layout = owner.layout
-    if resolved.layout.state is None and resolved.drafts is None:
-        layout = digest_of(whole_layout(resolved))
+    speculate = resolved.recipe.speculate
+    if resolved.layout.state is None and (speculate is None or speculate.method != "draft_model"):
+        layout = digest_of(whole_layout(config, resolved))
     return digest_of(layout, resolved.page_tokens), digest_of(owner.identity, owner.dtype)
 
 
-def whole_layout(resolved: Resolved) -> CacheLayout:
-    """Return the layout of the model's own layers with all heads."""
+def whole_layout(config: Config, resolved: Resolved) -> CacheLayout:
+    """Return the layout with all heads, of the model's layers and of those of a draft head."""
     each = resolved.layout.paged[0].bytes_per_element
-    return resolved.family.cache_layout(resolved.model_config, Mesh(), each)
+    own = resolved.family.cache_layout(resolved.model_config, Mesh(), each)
+    drafts = loader_of(config, resolved.model_config, Mesh(), each)
+    return own if drafts is None else own.followed_by(drafts.layout)
 
 
-def heads_by_tensor(resolved: Resolved) -> list[int]:
+def heads_by_tensor(config: Config, resolved: Resolved) -> list[int]:
     """Return the model's heads in each of the caches' tensors that have bytes."""
-    groups = whole_layout(resolved).paged
+    groups = whole_layout(config, resolved).paged
     return [group.num_heads for group in groups for size in (group.k_size, group.v_size) if size]

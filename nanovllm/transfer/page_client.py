@@ -243,12 +243,7 @@ class PeerReader:
         self._connection = SealedConnection.connect(sock, self._secret)
         self._connection.wait_at_most(self._limits.silence_s)
         card, _ = self._receive(EngineCard)
-        names = ["identity", "layout"]
-        if card.num_ranks == self._limits.shares:  # else P cuts its pages for this rank
-            names += ["page_bytes", "state_parts"]
-        for name in names:
-            if getattr(card, name) != getattr(self._limits, name):
-                raise PeerError(name, f"its {name} differs: serve the same model and recipe")
+        check_card(card, self._limits)
         self._is_measured = False
         self._memory = opened_memory(self._limits.memory, card.memory, self._address)
         self.fetches.open(card.engine)
@@ -348,6 +343,21 @@ class PeerReader:
         if not isinstance(message, kinds):
             raise PeerError("protocol", f"it sent {type(message).__name__}")
         return message, data
+
+
+def check_card(card: EngineCard, limits: ReaderLimits) -> None:
+    """Raise PeerError, with the remedy, unless D can use the pages of this engine."""
+    has_equal_ranks = card.num_ranks == limits.shares
+    names = ["identity", "layout"]
+    if has_equal_ranks:  # else P cuts its pages for this rank
+        names += ["page_bytes", "state_parts"]
+    for name in names:
+        if getattr(card, name) == getattr(limits, name):
+            continue
+        remedy = "serve the same model and recipe"
+        if name == "layout" and not has_equal_ranks:
+            remedy += f", and its parallel.tp of {card.num_ranks} if this model needs equal ones"
+        raise PeerError(name, f"its {name} differs: {remedy}")
 
 
 def windows(places: Sequence[int]) -> Iterator[tuple[int, int]]:
