@@ -13,7 +13,10 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -55,6 +58,28 @@ class Servers:
 
     def warnings(self) -> list[str]:
         return [line for line in self.d.lines if "computes its prompt here" in line]
+
+
+def started(ranks: tuple[int, int]) -> Servers:
+    """Start P and D, with these numbers of ranks, at the same time."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        address = f"127.0.0.1:{sock.getsockname()[1]}"
+    p = (*SMALL, "--role", "prefill", "--set", f"transfer.listen={address}")
+    d = (*SMALL, "--role", "decode", "--set", f"transfer.peers=[{address}]")
+    d = (*d, "--set", "cache.host_gib=0.05")
+    with ThreadPoolExecutor(2) as threads:
+        begun = [
+            threads.submit(start, *arguments, "--tp", str(count), environment=SECRET)
+            for arguments, count in zip((p, d), ranks, strict=True)
+        ]
+        return Servers(*[one.result() for one in begun])
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except FileNotFoundError:
+        return ""
 
 
 def post(server: Server, body: dict[str, Any]) -> Any:
@@ -208,3 +233,37 @@ def test_p_is_killed(servers: Servers) -> None:
     assert cached == 0 and time.monotonic() - began < 5 and text == alone(servers, body)
     assert servers.d.metric("vllm:kv_cache_usage_perc") == 0
     assert servers.d.stop() == 0
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+def test_servers_with_other_numbers_of_ranks(ranks: tuple[int, int]) -> None:
+    """The text is that of D alone, also with a forged ticket, and with a frozen rank of P."""
+    servers = started(ranks)
+    try:
+        eventually(lambda: servers.connections() == ranks[1])
+        body, other, third = question("Ada"), question("Alan"), question("Grace")
+        params = servers.prefill(body)
+        assert params is not None
+        text, cached = servers.decode(body, params)
+        assert cached == params["remote_num_tokens"] >= 112 and not servers.warnings()
+        assert text == alone(servers, body)
+        params = servers.prefill(other)
+        assert params is not None
+        forged = params | {"nanovllm_ticket": params["nanovllm_ticket"][:-4] + "AAAA"}
+        assert servers.decode(other, forged) == (alone(servers, other), 0)
+        params = servers.prefill(third)
+        assert params is not None
+        name = "nanovllm-rank1" if ranks[0] == 2 else "nanovllm-engine"
+        frozen = next(pid for pid in servers.p.children() if name_of(pid) == name)
+        os.kill(frozen, signal.SIGSTOP)
+        began = time.monotonic()
+        text, cached = servers.decode(third, params)
+        assert cached == 0 and time.monotonic() - began < 8 and text == alone(servers, third)
+        eventually(lambda: servers.d.metric("vllm:kv_cache_usage_perc") == 0)
+        assert servers.d.stop() == 0
+    finally:
+        for server in (servers.p, servers.d):
+            if server.process.poll() is None:
+                for pid in [*server.children(), server.process.pid]:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
