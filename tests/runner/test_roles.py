@@ -217,21 +217,23 @@ def test_a_model_with_states_needs_equal_ranks(
         lender.call_when_ended(ended.append)
         asked = with_role(config, "decode", "{}:{}".format(*lender.server.address))
         d, alone = WholeEngine(asked, host_gib=0.01, **sizes), WholeEngine(config, **sizes)
+        remote = d.runner.remote
+        assert remote is not None
         eventually(lambda: "no pages from" in caplog.text)
         prompt = next(prompt for prompt in prompts_of(6) if len(prompt) > 12)
         p.loop.handle(spec_of(0, prompt, 1, lends=True))
         p.run()
         ticket = json.loads(p.handovers[0])["nanovllm_ticket"]
         spec = spec_of(0, prompt, 10, ticket=ticket)
-        Tickets(d.runner.remote, 4).offer(spec, b"")
+        Tickets(remote, 4).offer(spec, b"")
         d.loop.handle(spec)
         alone.submit(0, prompt, 10)
         for engine in (d, alone):
             engine.run()
         assert d.text == alone.text and d.cached[0] == 0 == len(ended)
-        assert d.runner.remote.counts == {"layout": 1}
-        for end in (d.runner.remote, lender):
-            end.close()
+        assert remote.counts == {"layout": 1}
+        remote.close()
+        lender.close()
     (line,) = (r.getMessage() for r in caplog.records if "no pages from" in r.getMessage())
     assert line.endswith("and its parallel.tp of 2 if this model needs equal ones")
 
