@@ -1,16 +1,21 @@
 """Stand-in for a CUDA graph that records operations during capture and repeats them on replay.
 
 A replay reads current inputs and writes outputs to the addresses of the capture. Values that Python
-computed or read during the capture do not change.
+computed or read during the capture do not change, except inside of an `opaque` function.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
 from torch.utils._pytree import tree_leaves
 
 from nanovllm.runner.runner import Runner
@@ -44,6 +49,24 @@ class Tape(TorchDispatchMode):
             for old, new in zip(tree_leaves(made), tree_leaves(again), strict=True):
                 if memory(old) not in given:  # neither a view nor an in-place result
                     old.copy_(new)
+
+
+def opaque(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the function as one operation of a tape, as a kernel is one of a CUDA graph.
+
+    A replay may therefore read values of its tensors on the host.
+    """
+
+    def one(*args: Any, **kwargs: Any) -> Tensor:
+        tape = _get_current_dispatch_mode()
+        if not isinstance(tape, Tape):
+            return function(*args, **kwargs)
+        with _disable_current_modes():
+            made = function(*args, **kwargs)
+        tape.operations.append((function, args, kwargs, made))
+        return made
+
+    return one
 
 
 def memory(leaf: object) -> int:
