@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import settings
 
@@ -162,3 +163,44 @@ def test_measured_steps_decide_whether_drafts_are_worth_it(
         engine.step()
     share = sum(bool(plan.drafts) for plan in engine.plans[30:]) / len(engine.plans[30:])
     assert share > 0.9 if feeds else share < 0.1
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("lag", LAGS)
+def test_drafts_follow_their_acceptance_over_time(lag: int, depth: int) -> None:
+    """The drafts of a row fall from 3 to 2 and to 0 with the acceptance, and rise to 3 again.
+
+    24 rows decode together. A draft costs 0.1375 tokens, so that two are worth it if
+    half of all drafts are right: 0.5 to the power of 2 is more, and to the power of 3 is less.
+    """
+    num_rows, most = 24, 3
+    engine = engine_of(lag, depth=depth, page=8, num_pages=1600, num_slots=num_rows, budget=200)
+    prompts = [[i, 5, 6] for i in range(num_rows)]
+    for i, prompt in enumerate(prompts):
+        engine.say(generate(i, prompt, 300))
+
+    def shares(num_steps: int) -> list[float]:
+        """Return the drafts of a row in each of the next steps, on average."""
+        first = len(engine.plans)
+        for _ in range(num_steps):
+            engine.step()
+        fed = [np.frombuffer(plan.drafts, np.int32) for plan in engine.plans[first:]]
+        return [float(drafts.sum()) / num_rows for drafts in fed]
+
+    good = shares(12)
+    assert good[4:] == [most] * 8
+    engine.gpu.wrong_every = 2
+    half = shares(30)
+    assert 1.4 < sum(half[12:]) / 18 < 2.6 and max(half[-6:]) < 2.7
+    engine.gpu.wrong_every = 1
+    none = shares(30)
+    assert sum(none[:6]) > 3 and sum(none[14:]) <= 2 * 2  # at most two probes of two drafts
+    engine.gpu.wrong_every = NEVER
+    again = shares(64 + 16)
+    (risen, *_) = (at for at, share in enumerate(again) if share > 2.5)
+    assert risen < 64 and min(again[risen + 4 :][:6]) > 2.8
+    engine.finish_all()
+    assert [engine.text[i] for i in range(num_rows)] == [
+        solo_run(prompt, 300, [], recurrent=False) for prompt in prompts
+    ]
+    assert engine.gpu.layers is not None and engine.gpu.layers.faults == []
