@@ -36,6 +36,12 @@ NUMBERS: dict[str, tuple[str, dict[str, Any]]] = {  # cache.dtype, and other key
     "bfloat16": ("auto", dict(dtype="bfloat16")),
     "fp8 weights and cache": ("fp8", dict(dtype="bfloat16", quantize="fp8")),
 }
+FAMILIES = (
+    *TOLD,
+    "qwen3_5_text that repeats itself",
+    "qwen3_5_moe_text 13, top 8, shared as wide",
+    "glm4_moe_lite 5, top 2, dense 2, tied",
+)
 Found = list[TokenLogprobs]
 WAYS: dict[str, dict[str, Any]] = {
     "together": {},
@@ -100,7 +106,7 @@ def check_prefills(engine: WholeEngine, requests: list[list[int]], sent: list[Fo
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)
-@pytest.mark.parametrize("case", TOLD)
+@pytest.mark.parametrize("case", FAMILIES)
 def test_every_way_of_serving_gives_the_bits_of_a_request_alone(
     case: str, numbers: str, tmp_path: Path
 ) -> None:
@@ -139,7 +145,7 @@ def test_block_fp8_of_files_gives_the_bits_of_a_request_alone(family: str, tmp_p
 
 
 @pytest.mark.parametrize("numbers", ["float32", "fp8 weights and cache"])
-@pytest.mark.parametrize("case", TOLD)
+@pytest.mark.parametrize("case", FAMILIES)
 def test_logprobs_equal_those_of_a_prefill_over_the_same_text(
     case: str, numbers: str, tmp_path: Path
 ) -> None:
