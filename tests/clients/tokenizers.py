@@ -29,7 +29,16 @@ from nanovllm.registry import resolve
 from nanovllm.server.detokenize import Detokenizer, Vocabulary
 from nanovllm.server.errors import ApiError
 from nanovllm.server.parsers import PARSERS
-from nanovllm.server.parsers.base import CallPart, CallStart, Event, Family, Syntax, Text, joined
+from nanovllm.server.parsers.base import (
+    CallPart,
+    CallStart,
+    Event,
+    Family,
+    Reasoning,
+    Syntax,
+    Text,
+    joined,
+)
 from nanovllm.server.parsers.machine import OutputParser
 from nanovllm.server.probe import TemplateFacts, facts_of
 from nanovllm.server.protocol import ChatRequest, parse_request
@@ -47,6 +56,9 @@ MODELS = {
     "Qwen-QwQ-32B": ("qwen3", "qwen3"),
     "Qwen-Qwen2.5-7B-Instruct": ("qwen3", "qwen3"),
     "Qwen3-Coder": ("qwen3", "qwen3_coder"),
+    "Qwen3.5-4B": ("qwen3", "qwen3_coder"),
+    "GLM-4.6": ("qwen3", "glm4_7"),
+    "GLM-4.7-Flash": ("qwen3", "glm4_7"),
     "MiniMax-M2": ("qwen3", "minimax_m2"),
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": ("qwen3", "deepseek_r1"),
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": ("llama3_1", "deepseek_r1"),
@@ -85,6 +97,7 @@ TOOL = {
         "strict": True,
     },
 }
+ENDS = "<|im_end|>", "<|eot_id|>", "[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>"
 RENDER, READY = Renderer(), {"worker": 0, "num_pages": 4, "page_tokens": 16, "num_slots": 4}
 
 
@@ -97,6 +110,10 @@ class Model:
             (folder / "chat_template.jinja").write_text(source)
         config = json.loads((DEMO / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config))
+
+    @property
+    def source(self) -> str:
+        return (self.folder / "chat_template.jinja").read_text()
 
     @cached_property
     def facts(self) -> TemplateFacts:
@@ -140,11 +157,12 @@ class Model:
         ids: list[int] = self.template.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def events(self, ids: list[int]) -> list[Event]:
-        """Return the events of an answer that is fed token by token."""
-        parser = OutputParser(
-            self.family, self.vocabulary.marks, "</think>", {"get_weather": PARAMETERS}
-        )
+    def events(self, ids: list[int], turn: str = "</think>") -> list[Event]:
+        """Return the events of an answer that is fed token by token.
+
+        `turn` is the beginning of the model's turn in the prompt.
+        """
+        parser = OutputParser(self.family, self.vocabulary.marks, turn, {"get_weather": PARAMETERS})
         detokenizer = Detokenizer(self.vocabulary, skip_special=True)
         found = [event for i in ids for event in parser.feed(detokenizer.feed(i))]
         return joined(found + parser.feed(detokenizer.finish()) + parser.finish())
@@ -266,7 +284,7 @@ def written_call(model: Model) -> str:
     assert syntax is not None
     opening = (syntax.block[0] or syntax.call[0]).partition("NAME")[0].partition("QUOTED")[0]
     text = turn[turn.rindex(opening.rstrip("\n")) :]
-    for end in ("<|im_end|>", "<|eot_id|>", "[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>"):
+    for end in ENDS:
         text = text.partition(end)[0]
     return text
 
@@ -287,6 +305,37 @@ def check_parser(model: Model, parser: str) -> int:
     plain = [Text("Hi there. {x} <b>")]
     assert model.events(model.encode("Hi there. {x} <b>")) == plain
     return count
+
+
+def check_round_trip(model: Model) -> int:
+    """Return 1 if the template's text of a turn is parsed as its reasoning, text and call.
+
+    Templates without reasoning show a call only, after a thought that the prompt has closed.
+    """
+    thinks, thought, text = "reasoning_content" in model.source, "It may rain. <b>", "I look."
+    turn = {"role": "assistant", "content": text, "tool_calls": [call(as_text=False)]}
+    turn |= {"reasoning_content": thought} if thinks else {}
+    given: dict[str, Any] = {"tools": [TOOL], "enable_thinking": thinks}
+    messages = [{"role": "user", "content": "Hi"}]
+    prompt = model.template.render(asked({**given, "messages": messages}))
+    ended = {**given, "messages": [*messages, turn], "add_generation_prompt": False}
+    whole = model.template.render(asked(ended))
+    begun = model.family.last_turn(prompt)
+    if not whole.startswith(prompt):  # the template writes another beginning into the prompt
+        prompt, begun = prompt.removesuffix(begun), ""
+    assert whole.startswith(prompt), (prompt, whole)
+    answer = whole[len(prompt) :]
+    for end in ENDS:
+        answer = answer.partition(end)[0]
+    if not thinks:
+        answer, begun = answer.removeprefix("</think>"), "</think>"
+    events = model.events(model.encode(answer), begun)
+    expected: list[Event] = [Reasoning(thought)] if thinks else []
+    expected += [Text(text)] if text in whole else []  # some show no text next to a call
+    assert events[:-2] == expected, (begun, answer, events)
+    assert isinstance(events[-2], CallStart) and isinstance(events[-1], CallPart), events
+    assert json.loads(events[-1].text) == ARGUMENTS, events
+    return 1
 
 
 def is_open(arguments: str) -> bool:
@@ -379,6 +428,7 @@ def main(base: Path) -> int:
     for name, model, parser in models(base):
         passed.append(report(counts, f"rendering: {name}", check_rendering, model))
         passed.append(report(counts, f"parser: {name}", check_parser, model, parser))
+        passed.append(report(counts, f"round trip: {name}", check_round_trip, model))
         passed.append(report(counts, f"schemas: {name}", check_schemas, model))
     others = [path for path in sorted((base / "templates").glob("*.jinja"))
               if path.stem not in MODELS]  # fmt: skip
