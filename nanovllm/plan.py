@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -134,6 +134,14 @@ class Copies(Struct, frozen=True, array_like=True):
     state_to: int = -1
 
 
+def state_part_keys(key: bytes, count: int) -> list[bytes]:
+    """Return the keys of the parts of the recurrent state after the page of `key`.
+
+    A state is kept below the device in `count` parts, each at most as long as a page.
+    """
+    return [b"state %d " % part + key for part in range(count)]
+
+
 class Write(Struct, frozen=True, array_like=True):
     """A host slot to write to the tier below host memory, as one transfer."""
 
@@ -155,6 +163,13 @@ class Moves(Struct, frozen=True, array_like=True):
     loads: list[Copies]
     writes: list[Write] = []
     removes: list[bytes] = []  # keys of pages that the tier below must not return any more
+
+
+class Availability(NamedTuple):
+    """Whether a rank's tier below host memory can be read and written at present."""
+
+    reads: bool = True
+    writes: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ class RankedExecutor:
         self.lender, self.remote = own.lender, own.remote
         if own.remote is not None:
             own.remote.announce_by(self._send_ticket)
-        self._ends = TransferEnds(place) if place.lanes == 1 and place.back else None
+        self._ends = TransferEnds(place, own.disk) if place.lanes == 1 and place.back else None
         self._loads: list[ExpertLoad | None] = [None] * (place.lanes - 1)
 
     def expert_load(self, *, wait: bool) -> ExpertLoad | None:

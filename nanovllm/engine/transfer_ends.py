@@ -5,6 +5,13 @@
     3. the other ranks report each end through a ring            (EndReporter)
     4. after the last report, the transfer has ended on rank 0   (TransferEnds)
 
+A rank reports every transfer that it has taken, once, however it has ended: with success, with a
+failure, or given up since its disk hangs. A rank that cannot report any more closes its ring, which
+raises RankLostError on rank 0. So rank 0 never waits for a report that does not come.
+
+A report also has the availability of the rank's disk. While a rank's disk cannot be used, rank 0
+plans no loads or writes with the disk of any rank.
+
 A transfer is successful if it was on all ranks. A load of which one share failed thus fails as a
 whole, and its request computes. Its pages and host slots are not reused before all ranks have
 ended. No rank waits for another one, so a slow disk delays no step.
@@ -21,15 +28,26 @@ from queue import SimpleQueue
 
 import msgspec
 import torch
+from msgspec import Struct
 
 from nanovllm.engine.executor import Executor
+from nanovllm.kv.below import Below
 from nanovllm.parallel.places import Place, RankLostError
-from nanovllm.parallel.ring import RingReader
-from nanovllm.plan import Moved, Moves
+from nanovllm.parallel.ring import RingReader, RingWriter
+from nanovllm.plan import Availability, Moved, Moves
 
 log = logging.getLogger("engine")
+
+
+class Report(Struct, frozen=True, array_like=True):
+    """Message of a rank other than 0: transfers that have ended, and whether its disk is in use."""
+
+    ends: list[Moved]
+    disk: Availability = Availability()
+
+
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(list[Moved]).decode
+decode = msgspec.msgpack.Decoder(Report).decode
 
 
 def tickets_of(moves: Moves) -> Iterator[int]:
@@ -57,18 +75,19 @@ def joined(ends: Sequence[Moved]) -> Moved:
 class TransferEnds:
     """Reports of all ranks, on rank 0. A thread for each other rank receives them.
 
-    `wake` is called from these threads after each report.
+    `wake` is called from these threads after each report. `disk` is the store of rank 0.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, disk: Below | None = None) -> None:
         assert isinstance(place.back, list)
+        self._disk = disk
         self.wake: Callable[[], object] = lambda: None
         self._first: dict[int, Moved | None] = {}  # rank 0's end by ticket, of those in progress
         self._others: dict[int, list[Moved]] = {}
         self._num_others = len(place.back)
         self._received: SimpleQueue[list[Moved] | None] = SimpleQueue()
-        for ring in place.back:
-            threading.Thread(target=self._receive, args=(ring,), daemon=True).start()
+        for rank, ring in enumerate(place.back, 1):
+            threading.Thread(target=self._receive, args=(rank, ring), daemon=True).start()
 
     def start(self, moves: Moves) -> None:
         """Expect the ends of the transfers with the disk, before they are sent."""
@@ -96,13 +115,20 @@ class TransferEnds:
                 del self._first[ticket], self._others[ticket]
         return ended
 
-    def _receive(self, ring: RingReader) -> None:
+    def _receive(self, rank: int, ring: RingReader) -> None:
+        latest = Availability()
         try:
             while (message := ring.recv()) is not None:
-                self._received.put(decode(message))
+                report = decode(message)
+                if self._disk is not None and report.disk != latest:
+                    latest = report.disk
+                    self._disk.note_rank(rank, latest)
+                self._received.put(report.ends)
                 self.wake()
         except OSError:  # closed, since the engine ends
             return
+        except Exception:
+            log.exception("the reports of rank %d cannot be read", rank)
         self._received.put(None)
         self.wake()
 
@@ -118,6 +144,7 @@ class EndReporter:
         self._moving = threading.Lock()
         self._tickets: set[int] = set()  # to be reported
         self._woken = threading.Event()
+        self._woken.set()  # the disk may be out of use from the start
         own.call_when_moved(self._woken.set)
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -131,6 +158,7 @@ class EndReporter:
     def _run(self) -> None:
         if torch.cuda.is_initialized():  # the default of a new thread is the first GPU
             torch.cuda.set_device(self._place.device)
+        latest = Availability()
         try:
             while True:
                 self._woken.wait()
@@ -138,10 +166,13 @@ class EndReporter:
                 with self._moving:
                     moved = [end for end in self._own.moved() if end.ticket in self._tickets]
                     self._tickets.difference_update(end.ticket for end in moved)
-                if moved:
-                    self._place.reply(encode(moved))
-        except OSError:  # rank 0 has ended
-            return
+                found = latest if self._own.disk is None else self._own.disk.availability
+                if moved or found != latest:
+                    latest = found
+                    self._place.reply(encode(Report(moved, found)))
+        except OSError:  # rank 0 has ended, or has read nothing for long
+            assert isinstance(self._place.back, RingWriter)
+            self._place.back.close()
         except BaseException:
             log.exception("rank %d", self._place.rank)
             os._exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from nanovllm.kv.keys import Key
+from nanovllm.plan import Availability
 
 
 class Below(Protocol):
@@ -18,6 +19,27 @@ class Below(Protocol):
 
     def holds(self, key: Key) -> bool:
         """Return True if a page can be read. Do not wait."""
+        ...
+
+    def is_listed(self, key: Key) -> bool:
+        """Return True if a page is there, even if it cannot be read at present."""
+        ...
+
+    @property
+    def availability(self) -> Availability:
+        """Return whether this rank can use its tier."""
+        ...
+
+    @property
+    def can_write(self) -> bool:
+        """Return True if pages can be written on all ranks at present."""
+        ...
+
+    def note_rank(self, rank: int, found: Availability) -> None:
+        """Note the availability on another rank. Pages are in use only if all ranks can use them.
+
+        May be called from any thread.
+        """
         ...
 
     def page_counts(self) -> dict[str, float]:

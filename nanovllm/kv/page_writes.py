@@ -60,8 +60,14 @@ class PageWrites:
     def is_running(self, key: Key) -> bool:
         return any(key == write.key for write in self._running.values())
 
-    def queue(self, key: Key) -> Key | None:
-        """Queue a page. Drop the oldest of too many, and return its key."""
+    def queue(self, key: Key, *, can_write: bool) -> Key | None:
+        """Queue a page. Return the key of a page that is dropped.
+
+        This is the oldest of too many, or the page itself if the tier below cannot be written.
+        """
+        if not can_write:
+            self._counts["disk.dropped"] += 1
+            return key
         self._queued[key] = None
         if len(self._queued) <= self._most_queued:
             return None

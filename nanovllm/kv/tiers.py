@@ -225,8 +225,8 @@ class HostTier:
 
     @property
     def may_store_state(self) -> bool:
-        """Return True if no other state is being stored or written."""
-        return not self._parts
+        """Return True if no other state is being stored or written, and the disk is in use."""
+        return not self._parts and self.disk is not None and self.disk.can_write
 
     def start_state_store(self, key: Key, checkpoint: int) -> int:
         """Start to store the checkpoint after a page, and then to write it to the disk.
@@ -388,7 +388,8 @@ class HostTier:
         unneeded: Key | None = key
         is_known = self._writes.is_running(key) or self._is_below(key)
         if key not in self._unverified and not is_known:
-            unneeded = self._writes.queue(key)
+            can_write = self.disk is not None and self.disk.can_write
+            unneeded = self._writes.queue(key, can_write=can_write)
         if unneeded in self._parts:
             self._remove(unneeded)
 
@@ -432,7 +433,7 @@ class HostTier:
     def remove_below(self, keys: Iterable[Key]) -> None:
         """Remove pages from the disk of all ranks, since a rank could not read its share."""
         for key in keys:
-            self._writes.remove(key, is_below=self.disk is not None and self.disk.holds(key))
+            self._writes.remove(key, is_below=self.disk is not None and self.disk.is_listed(key))
 
     def _invalidate(self, key: Key) -> None:
         self.remove_below([key])

@@ -75,9 +75,9 @@ class CopyStream:
 
     def start(self, copies: Copies, num_bytes: int, issued: Event) -> StartedCopies:
         """Begin a transfer after `issued`, an event of another stream, and return it."""
-        self._check()
         started = StartedCopies(copies, num_bytes, issued)
         self._started.append(started)
+        self._check()  # later: a thread that ends now may not have seen this transfer
         if self.stream is None:
             self._enqueue(started)
         else:

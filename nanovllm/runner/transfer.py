@@ -109,8 +109,8 @@ class PendingLoad:
     arrivals: Arrivals
     issued: Event  # after all earlier work on the load's pages
     ok: bool = True
-    keys: dict[int, Key] = field(default_factory=dict)  # by ticket, of reads from a disk
-    lost: list[Key] = field(default_factory=list)  # keys of reads that failed
+    keys: dict[int, list[Key]] = field(default_factory=dict)  # by ticket, of each read
+    lost: list[Key] = field(default_factory=list)  # keys of pages that are not below any more
 
 
 class Mover:
@@ -215,14 +215,9 @@ class Mover:
         )
         wanted = (*copies.fetches, *copies.state_fetches)
         pages = [(key, self.host.payload(slot)) for key, slot in wanted]
-        if isinstance(self.disk, RemotePages):
-            tickets = self.disk.read_all(pages, arrivals)
-        else:
-            tickets = self.disk.read_all(pages)
-            fetch.keys = {ticket: key for ticket, (key, _) in zip(tickets, pages, strict=True)}
-        for ticket in tickets:
-            self._reads[ticket] = fetch
-            fetch.left += 1
+        fetch.keys = self.disk.read_all(pages, arrivals)
+        fetch.left = len(fetch.keys)
+        self._reads |= dict.fromkeys(fetch.keys, fetch)
 
     def _write(self, write: Write) -> None:
         assert self.disk is not None
@@ -241,8 +236,8 @@ class Mover:
             fetch = self._reads.pop(ticket)
             fetch.left -= 1
             fetch.ok = fetch.ok and ok
-            if not ok and ticket in fetch.keys:
-                fetch.lost.append(fetch.keys[ticket])
+            if not ok and disk.availability.reads:  # otherwise the pages may still be there
+                fetch.lost += fetch.keys[ticket]
             if fetch.left:
                 continue
             if fetch.ok:

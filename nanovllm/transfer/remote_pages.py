@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from nanovllm.plan import Availability, state_part_keys
 from nanovllm.transfer.device_pages import Arrivals
 from nanovllm.transfer.page_client import PageClient, ReaderLimits
 from nanovllm.transfer.tickets import Ticket, TicketError, TicketKey
@@ -56,6 +57,8 @@ class RemotePages:
     """Tier below host memory whose pages are those of the tickets of open requests."""
 
     is_remote = True
+    can_write = False
+    availability = Availability()
 
     def __init__(
         self,
@@ -147,9 +150,15 @@ class RemotePages:
         """Return True if an unread ticket has the page."""
         return any(not offer.is_read for offer in self._where.get(key, ()))
 
+    def is_listed(self, key: Key) -> bool:
+        return self.holds(key)
+
+    def note_rank(self, rank: int, found: Availability) -> None:
+        """Do nothing: a ticket that one rank cannot use fails its load on all ranks."""
+
     def state_keys(self, key: Key) -> list[Key]:
         """Return `keys_of_parts` if a ticket ends at the page."""
-        return self.keys_of_parts(key) if self.holds(part_key(key, 0)) else []
+        return self.keys_of_parts(key) if self.holds(state_part_keys(key, 1)[0]) else []
 
     def page_counts(self) -> dict[str, float]:
         """Return nothing: the pages of other engines are not counted."""
@@ -157,12 +166,12 @@ class RemotePages:
 
     def keys_of_parts(self, key: Key) -> list[Key]:
         """Return the keys of the parts of the state after a page."""
-        return [part_key(key, part) for part in range(self._limits.state_parts)]
+        return state_part_keys(key, self._limits.state_parts)
 
     def read_all(
         self, pages: Sequence[tuple[Key, memoryview]], arrivals: Arrivals | None = None
-    ) -> list[int]:
-        """Begin to read pages that `holds` into buffers. Return the numbers of the fetches.
+    ) -> dict[int, list[Key]]:
+        """Begin to read pages that `holds` into buffers. Return the keys by number of their fetch.
 
         `arrivals` has pages on the device that may be filled instead of the buffers.
 
@@ -172,7 +181,7 @@ class RemotePages:
         if any(key not in self._where for key, _ in pages):  # on a rank that refused the ticket
             number = self._client.fail()
             self._fetches[number] = None
-            return [number]
+            return {number: [key for key, _ in pages]}
         num_wanted = Counter(offer for key, _ in pages for offer in self._where[key])
         by_offer: dict[Offer, list[tuple[int, memoryview, int]]] = {}
         for key, buffer in pages:
@@ -180,7 +189,7 @@ class RemotePages:
             offer = min(offers, key=lambda o: (o.is_read, -num_wanted[o], len(o.keys)))
             page = -1 if arrivals is None else arrivals.pages.get(key, -1)
             by_offer.setdefault(offer, []).append((offers[offer], buffer, page))
-        numbers = []
+        found: dict[int, list[Key]] = {}
         for offer, wanted in by_offer.items():
             offer.is_read = True
             ordered = sorted(wanted, key=lambda one: one[0])
@@ -189,8 +198,8 @@ class RemotePages:
                 offer.ticket, buffers, places, arrivals=arrivals, targets=targets
             )
             self._fetches[number] = offer
-            numbers.append(number)
-        return numbers
+            found[number] = [offer.keys[place] for place in places]
+        return found
 
     def write(self, key: Key, buffer: memoryview) -> int | None:
         """Return None: pages are read only."""
@@ -223,8 +232,3 @@ class RemotePages:
     def _warn(self, request_id: int, reason: str, text: str) -> None:
         self.counts[reason] += 1
         log.warning("request %d computes its prompt here (%s): %s", request_id, reason, text)
-
-
-def part_key(key: Key, part: int) -> Key:
-    """Return the key of a part of the state after the page with this key."""
-    return b"state %d " % part + key

@@ -31,6 +31,12 @@ TIERED, TIERS, LOOP = (
 WRITES, QUEUED = "nanovllm/kv/page_writes.py", "nanovllm/kv/store_queue.py"
 REMOTE, TICKETS = "nanovllm/transfer/remote_pages.py", "nanovllm/transfer/tickets.py"
 HANDOVER = "test_the_text_is_right_whatever_happens_to_the_engines"
+STORE, HEALTH = "nanovllm/kv/disk/store.py", "nanovllm/kv/disk/health.py"
+ENDS, MOVER = "nanovllm/engine/transfer_ends.py", "nanovllm/runner/transfer.py"
+SLOWEST = "test_the_slowest_rank_ends_a_transfer_and_any_rank_fails_it"
+GIVEN_UP = "test_reads_that_a_rank_gives_up_end_the_load_and_rank_0_starts_no_other"
+FULL = "test_a_disk_that_is_full_on_one_rank_gets_no_more_writes_of_any"
+FROM_START = "test_a_rank_reports_a_disk_that_is_out_of_use_from_the_start"
 BATCH, DRAFTER = "nanovllm/runner/batch.py", "nanovllm/spec/model_drafter.py"
 
 MUTANTS = [
@@ -254,5 +260,22 @@ MUTANTS = [
     Mutant("slots of a state are lost", TIERS, "        self._free += load.state.values()\n", "", HANDOVER),
     Mutant("a ticket serves any prompt", REMOTE, " or key_of(count - 1) != ticket.text:", ":", HANDOVER),
     Mutant("unread tickets are not declined", REMOTE, "if not offer.is_read and all(", "if False and all(", HANDOVER),
+    Mutant("a transfer ends before all ranks have", ENDS, "len(others) == self._num_others", "len(others) >= 0", "test_reports_may_come_before_rank_0_has_ended"),
+    Mutant("a transfer ends before rank 0 has", ENDS, "first is not None and len(others)", "len(others)", "test_reports_may_come_before_rank_0_has_ended"),
+    Mutant("a share that failed on another rank counts", ENDS, "ok=all(end.ok for end in ends)", "ok=ends[0].ok", SLOWEST),
+    Mutant("the time of the slowest rank is not used", ENDS, "max(end.fetch_s for end in ends)", "ends[0].fetch_s", SLOWEST),
+    Mutant("pages that another rank lost stay", ENDS, "for end in ends for key in end.lost", "for key in ends[0].lost", SLOWEST),
+    Mutant("writes end with rank 0", ENDS, "    for write in moves.writes:\n        yield write.ticket\n", "", SLOWEST),
+    Mutant("a rank reports transfers without the disk", ENDS, "if end.ticket in self._tickets]", "if end]", FROM_START),
+    Mutant("ends of a lost rank are awaited", ENDS, "        self._received.put(None)\n", "", "test_a_rank_that_has_gone_is_an_error"),
+    Mutant("a report that cannot be read ends nothing", ENDS, "            log.exception(\"the reports of rank %d cannot be read\", rank)\n", "            return\n", "test_a_report_that_cannot_be_read_is_an_error"),
+    Mutant("a rank that cannot report stays silent", ENDS, "            self._place.back.close()\n", "", "test_a_rank_that_cannot_report_is_an_error"),
+    Mutant("a disk out of use is reported with ends only", ENDS, "if moved or found != latest:", "if moved:", FROM_START),
+    Mutant("a disk out of use from the start is not reported", ENDS, "        self._woken.set()  # the disk", "        # the disk", FROM_START),
+    Mutant("a disk out of use on another rank is not noted", ENDS, "                    self._disk.note_rank(rank, latest)\n", "", GIVEN_UP),
+    Mutant("pages of a disk out of use are lost", MOVER, "if not ok and disk.availability.reads:", "if not ok:", GIVEN_UP),
+    Mutant("loads are planned that another rank cannot read", STORE, "self._health.can_read and self._on_others.reads and", "self._health.can_read and", GIVEN_UP),
+    Mutant("a rank's recovery is not reported", HEALTH, "reads and writes again\", self._where)\n            self._changed()\n", "reads and writes again\", self._where)\n", FULL),
+    Mutant("writes are planned that another rank cannot do", WRITES, "        if not can_write:\n", "        if False:\n", FULL),
     Mutant("weights are not compared", TICKETS, "if ticket.identity != identity:", "if False:", HANDOVER),
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from array import array
 from nanovllm.kv.hybrid import HybridMemory
 from nanovllm.kv.keys import PageKeys
 from nanovllm.kv.tiers import HostTier
-from nanovllm.plan import Moved
+from nanovllm.plan import Availability, Moved
 from nanovllm.wire import Abort, FinishReason
 from tests.paper.engine import PaperEngine, generate
 from tests.paper.gpu import POISON
@@ -45,9 +45,17 @@ class TwoParts:
     """An empty disk. A state has two parts."""
 
     is_remote = False
+    can_write = True
+    availability = Availability()
 
     def holds(self, key: bytes) -> bool:
         return False
+
+    def is_listed(self, key: bytes) -> bool:
+        return False
+
+    def note_rank(self, rank: int, found: Availability) -> None:
+        raise AssertionError("there is one rank")
 
     def page_counts(self) -> dict[str, float]:
         return {}

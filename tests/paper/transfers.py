@@ -13,7 +13,7 @@ from typing import Any
 
 from nanovllm.kv.costs import TransferCosts
 from nanovllm.kv.tiers import HostTier
-from nanovllm.plan import Copies, Moved, Moves, StepPlan
+from nanovllm.plan import Availability, Copies, Moved, Moves, StepPlan
 from tests.paper.draft_layers import NAN
 
 BUSY = -3
@@ -54,6 +54,8 @@ class PaperTransfers:
     """Part of an engine.executor.Executor. `layers` have the pages as `memory`, or are None."""
 
     is_remote = False
+    can_write = True
+    availability = Availability()
 
     def __init__(self, layers: list[Any], tiers: PaperTiers) -> None:
         self.memories = [each.memory for each in layers if each is not None]
@@ -98,6 +100,12 @@ class PaperTransfers:
     def holds(self, key: bytes) -> bool:
         """Part of the interface of a tier below host memory."""
         return key in self.disk
+
+    def is_listed(self, key: bytes) -> bool:
+        return key in self.disk
+
+    def note_rank(self, rank: int, found: Availability) -> None:
+        raise AssertionError("there is one rank")
 
     def page_counts(self) -> dict[str, float]:
         return {}

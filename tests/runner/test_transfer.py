@@ -5,6 +5,7 @@ The text is that of an engine whose cache holds everything.
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from nanovllm.kv.split import host_page_bytes
 from nanovllm.parallel.mesh import first_rank
 from nanovllm.plan import Copies, Moves
 from nanovllm.runner.caches import make_caches
+from nanovllm.runner.copy_stream import CopyStream, StartedCopies
 from nanovllm.runner.resolved import resolve_config
 from nanovllm.runner.transfer import HostPages, Mover
 from tests.engine.test_ranks import ranked
@@ -300,3 +302,17 @@ def test_a_slot_has_all_layers_of_its_page_and_nothing_else() -> None:
     mover.move(Moves([2], [Copies(3, [(1, 1)])], []))
     eventually(lambda: woken)
     assert [one.ticket for one in mover.moved()] == [3]
+
+
+def test_a_transfer_that_starts_while_its_thread_fails_is_an_error() -> None:
+    """The thread has looked for transfers to end just before this one was added."""
+
+    class Failing(deque[StartedCopies]):
+        def append(self, started: StartedCopies) -> None:
+            stream._error = RuntimeError("the device has failed")
+            super().append(started)
+
+    stream = CopyStream(lambda *_: None, torch.device("cpu"), 4096)
+    stream._started = Failing()
+    with pytest.raises(RuntimeError, match="the device has failed"):
+        stream.start(Copies(1, [(0, 0)]), 4096, None)

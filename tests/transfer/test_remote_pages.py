@@ -63,7 +63,7 @@ class Pair:
     def read(self, *places: int) -> tuple[bool, list[bytes]]:
         buffers = [bytearray(PAGE_BYTES) for _ in places]
         pages = [(KEYS.full(i), memoryview(b)) for i, b in zip(places, buffers, strict=True)]
-        numbers = self.d.read_all(pages)
+        numbers = [*self.d.read_all(pages)]
         assert len(numbers) == 1 and self.d._client.wait(10)
         ((number, ok),) = self.d.poll()
         assert number == numbers[0]

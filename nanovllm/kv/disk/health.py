@@ -7,8 +7,10 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 
 from nanovllm.kv.disk.format import PageFault
+from nanovllm.plan import Availability
 
 KINDS = {
     errno.ENOSPC: "full",
@@ -43,13 +45,22 @@ class Health:
        cases reading. `is_due` returns True after `retry_s` seconds; then the disk is tried.
     3. `recover` ends all stops after a successful trial, with one line in the log. If the disk
        fails again soon, the pause is doubled.
+
+    `changed` is called when reading or writing stops or starts again.
     """
 
-    def __init__(self, where: str, retry_s: float, quiet_s: float) -> None:
+    def __init__(
+        self,
+        where: str,
+        retry_s: float,
+        quiet_s: float,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
         self.can_read = True
         self.can_write = True
         self.counts: Counter[str] = Counter()  # faults by kind, since the start
         self._where = where
+        self._changed = changed
         self._retry_s = retry_s
         self._pause_s = retry_s  # until the next trial
         self._quiet_s = quiet_s
@@ -57,6 +68,10 @@ class Health:
         self._latest: dict[str, float] = {}  # time of the latest fault, by kind
         self._retry_at = 0.0
         self._recovered_at = float("-inf")
+
+    @property
+    def availability(self) -> Availability:
+        return Availability(self.can_read, self.can_write)
 
     def note(self, kind: str, detail: str) -> None:
         """Count a fault of one file, and log it unless its kind is already logged."""
@@ -82,6 +97,7 @@ class Health:
         if is_new:
             warning = f"the disk is {kind} ({detail}); the disk tier stops its {stopped}"
             log.warning("%s: %s and tries again every %g s", self._where, warning, self._pause_s)
+        self._changed()
 
     def is_due(self) -> bool:
         """Return True if the disk is not in use and should be tried again."""
@@ -96,6 +112,7 @@ class Health:
             self._latest.clear()
         if was_stopped:
             log.info("%s: the disk tier reads and writes again", self._where)
+            self._changed()
 
     def _is_new(self, kind: str) -> bool:
         now = time.monotonic()

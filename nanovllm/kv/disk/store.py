@@ -11,7 +11,8 @@ Theory of operation:
    also tries the disk again after a fault. Another thread ends transfers on a disk that hangs.
 
 With several ranks, each has a store for its share of a page. Rank 0 alone decides by its index; the
-others read and write what it says, also before their own scan has found a file.
+others read and write what it says, also before their own scan has found a file. If the store of any
+rank stops its reads or writes, rank 0 starts no more of these until it is in use again.
 
 No method raises an exception for a fault of the disk, and none but `open` and `close` waits for it.
 
@@ -39,6 +40,7 @@ from nanovllm.kv.disk.health import Health, detail_of, kind_of
 from nanovllm.kv.disk.index import PageIndex
 from nanovllm.kv.disk.limits import DiskLimits
 from nanovllm.kv.disk.transfers import Direction, Transfer, Transfers
+from nanovllm.plan import Availability, state_part_keys
 
 log = logging.getLogger("disk")
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
@@ -84,8 +86,12 @@ class DiskStore:
         self._counting = threading.Lock()
         self._index = PageIndex(limits.cap_bytes)
         self._folder = PageFolder(path)
-        self._health = Health(f"cache.disk {path}", limits.retry_s, limits.quiet_s)
         self._transfers = Transfers(limits.max_writes, wake)
+        self._where = f"cache.disk {path}"
+        own = f"{self._where}, rank {owner.rank}" if owner.rank else self._where
+        self._health = Health(own, limits.retry_s, limits.quiet_s, self._transfers.wake)
+        self._others: dict[int, Availability] = {}  # by rank
+        self._on_others = Availability()  # on all of them
         self._unwanted: dict[str, bytes] = {}  # names of files to remove, with their keys
         self._closing = threading.Event()
         self._changed = threading.Event()  # a file was written: scan a shard
@@ -103,9 +109,33 @@ class DiskStore:
             thread.start()
 
     def holds(self, key: bytes) -> bool:
-        """Return True if the page is on the disk, as far as the index shows. No I/O."""
+        """Return True if the page can be read on all ranks, as far as the index shows. No I/O."""
+        return self._health.can_read and self._on_others.reads and self.is_listed(key)
+
+    def is_listed(self, key: bytes) -> bool:
+        """Return True if the page is in the index, even if the disk is not in use."""
         name = self.owner.name(key)
-        return self._health.can_read and name in self._index and name not in self._unwanted
+        return name in self._index and name not in self._unwanted
+
+    @property
+    def availability(self) -> Availability:
+        """Whether this rank's disk is in use."""
+        return self._health.availability
+
+    @property
+    def can_write(self) -> bool:
+        """Return True if the disks of all ranks are written to."""
+        return self._health.can_write and self._on_others.writes
+
+    def note_rank(self, rank: int, found: Availability) -> None:
+        """Note whether another rank's disk is in use, on rank 0."""
+        with self._counting:
+            self._others[rank] = found
+            reads, writes = zip(*self._others.values(), strict=True)
+            self._on_others = Availability(all(reads), all(writes))
+        stopped = " and ".join(n for n, can in found._asdict().items() if not can)
+        said = f"rank {rank} stops its {stopped}" if stopped else f"rank {rank} is in use again"
+        log.info("%s: %s, which all ranks follow", self._where, said)
 
     def _may_hold(self, key: bytes) -> bool:
         """Return True if a read may succeed. Ranks other than 0 also try files not yet found."""
@@ -132,18 +162,23 @@ class DiskStore:
 
     def keys_of_parts(self, key: bytes) -> list[bytes]:
         """Return the keys of the parts of the state after a page. Each is stored like a page."""
-        return [b"state %d " % part + key for part in range(self.limits.state_parts)]
+        return state_part_keys(key, self.limits.state_parts)
 
     def state_keys(self, key: bytes) -> list[bytes]:
         """Return `keys_of_parts` if all of them are on the disk, otherwise an empty list."""
-        if not self.limits.state_parts or not self.holds(b"state 0 " + key):
+        if not self.limits.state_parts or not self.holds(state_part_keys(key, 1)[0]):
             return []
         parts = self.keys_of_parts(key)
         return parts if all(map(self.holds, parts)) else []
 
-    def read_all(self, pages: Sequence[tuple[bytes, Buffer]]) -> list[int]:
-        """Queue a load of each page; see read(). Return their tickets."""
-        return [self.read(key, into) for key, into in pages]
+    def read_all(
+        self, pages: Sequence[tuple[bytes, Buffer]], arrivals: object = None
+    ) -> dict[int, list[bytes]]:
+        """Queue a load of each page; see read(). Return the keys by ticket.
+
+        `arrivals` is not used: no page is read to the device directly.
+        """
+        return {self.read(key, into): [key] for key, into in pages}
 
     def write(self, key: bytes, buffer: Buffer) -> int | None:
         """Queue a page to be written; return its ticket, or None if it was dropped.

@@ -72,7 +72,7 @@ class Transfers:
             ticket = self._latest
             is_first = self._add_result(ticket, ok)
         if is_first:
-            self._wake()
+            self.wake()
         return ticket
 
     def is_writing(self, key: bytes) -> bool:
@@ -105,7 +105,7 @@ class Transfers:
         with self._changed:
             is_first = self._finish(transfer, ok)
         if is_first:
-            self._wake()
+            self.wake()
 
     def leave(self, transfer: Transfer) -> None:
         """Note that an I/O thread has ended its work for a transfer."""
@@ -124,7 +124,7 @@ class Transfers:
                 self._finish(transfer, False)
             is_first = was_empty and bool(waiting)
         if is_first:
-            self._wake()
+            self.wake()
 
     def cancel(self, ticket: int) -> None:
         """Give the buffer back without a result. Return once no thread touches it."""
@@ -171,7 +171,8 @@ class Transfers:
         with self._changed:
             self._changed.wait_for(lambda: not self._open)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Call the caller's function."""
         try:
             self._call_wake()
         except Exception:  # an I/O thread must survive it
