@@ -6,7 +6,10 @@ from array import array
 from random import Random
 from typing import Any
 
+import pytest
+
 from nanovllm.kv.costs import TransferCosts
+from nanovllm.kv.hybrid import HybridMemory
 from nanovllm.kv.keys import PageKeys
 from nanovllm.kv.tiers import HostTier
 from nanovllm.sched.request import State
@@ -414,8 +417,10 @@ def test_loads_in_progress_count() -> None:
     assert tiers(engine)["host.declined"] > 0
 
 
-def test_a_thousand_aborts_amid_loads_leave_nothing() -> None:
-    engine = engine_of(num_pages=20, most_polls=3, fail_every=7, disk=True, host=16)
+@pytest.mark.parametrize("checkpoints", [None, 6])
+def test_a_thousand_aborts_amid_loads_leave_nothing(checkpoints: int | None) -> None:
+    sizes = dict(most_polls=3, fail_every=7, disk=True, host=16, checkpoints=checkpoints)
+    engine = engine_of(num_pages=20, **sizes)
     engine.transfers.polls = None
     rng = Random(1)
     for name in range(1000, 2000):
@@ -429,6 +434,11 @@ def test_a_thousand_aborts_amid_loads_leave_nothing() -> None:
     pool, tier = engine.memory.pool, engine.memory.tier
     assert pool.num_free == pool.num_pages and not states(engine)
     assert not (tier.loads or tier.stores or engine.transfers.running)
+    if isinstance(engine.memory, HybridMemory):
+        assert tiers(engine)["disk.loaded"] > 50
+        states_of, fetches = engine.memory.states, engine.memory._fetches
+        assert states_of.num_held == 0 and not fetches
+        assert len(states_of._blank) + states_of.sizes["kept"] == checkpoints
     engine.say(generate(2000, A, 3))
     engine.finish_all()
     assert right(engine, 2000, A, 3)
