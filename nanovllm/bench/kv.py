@@ -34,6 +34,8 @@ from nanovllm.bench.plan import (
 from nanovllm.bench.sweep import COLOURS, new_figure, save
 from nanovllm.config import Config, ConfigError
 from nanovllm.kv.costs import break_even
+from nanovllm.kv.disk.format import file_bytes
+from nanovllm.kv.split import host_page_bytes
 from nanovllm.models.config import read_model_config
 from nanovllm.parallel.cut import check_cut
 from nanovllm.parallel.mesh import first_rank
@@ -186,11 +188,7 @@ def numbers(plan: MemoryPlan, lengths: Sequence[int]) -> dict[str, float]:
         row[f"a page, {layers}, MiB"] = group.bytes_per_token * plan.resolved.page_tokens / 2**20
     lanes, ranks = plan.resolved.mesh.lanes, plan.resolved.mesh.size * plan.recipe.parallel.dp
     row |= plan.split.numbers(lengths, ranks) | {"lanes": lanes, "context": plan.context}
-    if plan.recipe.cache.host_gib and plan.gpu.gb_per_s:
-        token_s = plan.prefill_s(1, max(lengths)) / max(lengths)
-        lengths_by_source = break_even(token_s, plan.resolved.layout.bytes_per_token)
-        for source, tokens in lengths_by_source.items():
-            row[f"loads from {source} pay from, tokens"] = math.ceil(tokens)
+    row |= numbers_below(plan, max(lengths))
     for length in lengths:
         fitting = requests_of(plan, length)
         row[f"requests of {length:,}"] = fitting
@@ -199,6 +197,27 @@ def numbers(plan: MemoryPlan, lengths: Sequence[int]) -> dict[str, float]:
                 time = least(rows, length) if rows <= fitting else float("nan")
                 row[f"{name} {rows} x {length:,}, ms"] = 1e3 * time
     return {name: float(value) for name, value in row.items()}
+
+
+def numbers_below(plan: MemoryPlan, length: int) -> dict[str, float]:
+    """Return the pages that fit on disk, and lengths in tokens from which loads pay.
+
+    `length`: tokens of a prompt whose computation is compared. The ranks of an engine share the
+    disk, and engines share its pages. Rates are those that an engine assumes at its start.
+    """
+    cache, size, layout = plan.recipe.cache, plan.resolved.page_tokens, plan.resolved.layout
+    if not cache.host_gib:
+        return {}
+    found, page_bytes = dict[str, float](), host_page_bytes(layout, size)
+    if cache.disk is not None:
+        pages = int(cache.disk.gib * GIB) // file_bytes(page_bytes) // plan.resolved.mesh.size
+        found |= {"pages on disk": pages, "tokens on disk": pages * size}
+    if plan.gpu.gb_per_s:
+        token_s = plan.prefill_s(1, length) / length
+        parts = -(-layout.bytes_per_state // page_bytes)  # each is read like a page
+        pays = break_even(token_s, page_bytes / size, parts * page_bytes)
+        found |= {f"loads from {name} pay from, tokens": math.ceil(n) for name, n in pays.items()}
+    return found
 
 
 def draw(path: Path, profile: Profile) -> None:

@@ -62,16 +62,19 @@ class TransferCosts:
         return load_s < num_tokens * median(self._token_s)
 
 
-def break_even(token_s: float, bytes_per_token: int) -> dict[str, float]:
+def break_even(token_s: float, bytes_per_token: float, state_bytes: float = 0) -> dict[str, float]:
     """Return the length in tokens from which a load takes less time than computing, by source.
 
-    `token_s` is the time to compute a token. A load that never pays is left out.
+    `token_s` is the time to compute a token. A load that never pays is left out. A load from disk
+    also reads the recurrent state after its pages, of `state_bytes`; the host has the state.
     """
     lengths = {}
-    for source, rates in (("host memory", [HOST_RATE]), ("disk", [HOST_RATE, DISK_RATE])):
-        saved_s = token_s - sum(bytes_per_token / rate for rate in rates)
+    sources = ("host memory", [HOST_RATE], 0.0), ("disk", [HOST_RATE, DISK_RATE], state_bytes)
+    for source, rates, fixed in sources:
+        byte_s = sum(1 / rate for rate in rates)
+        saved_s = token_s - bytes_per_token * byte_s
         if saved_s > 0:
-            lengths[source] = START_S / saved_s
+            lengths[source] = (START_S + fixed * byte_s) / saved_s
     return lengths
 
 
