@@ -188,6 +188,8 @@ def numbers(plan: MemoryPlan, lengths: Sequence[int]) -> dict[str, float]:
         row[f"a page, {layers}, MiB"] = group.bytes_per_token * plan.resolved.page_tokens / 2**20
     lanes, ranks = plan.resolved.mesh.lanes, plan.resolved.mesh.size * plan.recipe.parallel.dp
     row |= plan.split.numbers(lengths, ranks) | {"lanes": lanes, "context": plan.context}
+    if plan.adapters.host_bytes:
+        row["all adapters in the host's memory, GiB"] = ranks * plan.adapters.host_bytes / GIB
     row |= numbers_below(plan, max(lengths))
     for length in lengths:
         fitting = requests_of(plan, length)

@@ -23,7 +23,8 @@ from nanovllm.layers.experts.products import weight_traffic
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.parallel.mesh import Mesh, first_rank
-from nanovllm.runner.adapters import bank_bytes
+from nanovllm.runner.adapters import adapter_memory
+from nanovllm.runner.host_memory import NO_ADAPTERS, AdapterMemory
 from nanovllm.runner.resolved import GIB, Resolved, resolve_config
 from nanovllm.runner.room import need_of, step_bytes
 from nanovllm.schedule import given_or, resolve_schedule
@@ -50,6 +51,7 @@ class MemoryPlan:
     share: int  # usable bytes
     spare: int  # bytes in addition, which only log-probabilities may use
     used: dict[str, int]  # bytes of everything but the cache, by name
+    adapters: AdapterMemory
 
     @property
     def room(self) -> int:
@@ -146,8 +148,10 @@ def plan_of(config: Config, gpu: Gpu, size: int, models: Models | None = None) -
     model, weights = empty[0], sum(t.nbytes for t in (*empty[1].parameters(), *empty[1].buffers()))
     slots = int(resolved.recipe.schedule.slots)
     used = {WEIGHTS: weights, STATES: running_bytes(resolved.layout, resolved.recipe), LOGPROBS: 0}
+    adapters = NO_ADAPTERS
     if recipe.adapters is not None:
-        used[ADAPTERS] = bank_bytes(recipe.adapters, model, resolved.dtype)
+        adapters = adapter_memory(recipe.adapters, model, resolved.dtype)
+        used[ADAPTERS] = adapters.device_bytes
     total = share = weights + used.get(ADAPTERS, 0) + int(recipe.cache.cpu_gib * GIB)
     if gpu is not CPU:
         total = int(gpu.gib * GIB)
@@ -167,6 +171,7 @@ def plan_of(config: Config, gpu: Gpu, size: int, models: Models | None = None) -
         share=share,
         spare=total - share,
         used=used,
+        adapters=adapters,
     )
 
 

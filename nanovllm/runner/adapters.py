@@ -19,7 +19,7 @@ import torch
 from nanovllm_kernels.adapters.reference import NO_ADAPTER, NO_OWNER, RANK_PAGE
 from torch import Tensor
 
-from nanovllm.adapters.section import Adapters, modules_of, num_rank_pages
+from nanovllm.adapters.section import Adapters, modules_of, num_pages_of, num_rank_pages
 from nanovllm.attention.base import AdaptedRows, Batch
 from nanovllm.config import ConfigError
 from nanovllm.model_identity import digest_of
@@ -28,6 +28,7 @@ from nanovllm.models.adapter_layout import AdapterLayout
 from nanovllm.models.decoder import Decoder
 from nanovllm.plan import AdapterContent, AdapterDone, Int32, StepPlan
 from nanovllm.runner.batch import upload_together
+from nanovllm.runner.host_memory import AdapterMemory, check_load
 
 log = logging.getLogger("engine")
 DUMMY_SCALE = 0.02  # standard deviation of the numbers of random adapters
@@ -56,11 +57,27 @@ def checked(options: Adapters, name: str, layout: AdapterLayout) -> AdapterFiles
     return files
 
 
-def bank_bytes(options: Adapters, model: Decoder, dtype: torch.dtype) -> int:
-    """Return the device memory of adapters."""
-    layout, adapters = layout_of(options, model)
-    num_pages = num_rank_pages(options, [files.peft.config.most_rank for files in adapters])
-    return num_pages * RANK_PAGE * layout.width * dtype.itemsize
+def adapter_memory(asked: Adapters, model: Decoder, dtype: torch.dtype) -> AdapterMemory:
+    """Return the memory of a rank's adapters. The model may have no data.
+
+    All dummy adapters are one copy on the host.
+    """
+    layout, found = layout_of(asked, model)
+    ranks = [files.peft.config.most_rank for files in found]
+    on_host = ranks[:1] if asked.is_dummy else ranks
+    return memory_of_ranks(layout, dtype, num_rank_pages(asked, ranks), on_host)
+
+
+def memory_of_ranks(
+    layout: AdapterLayout, dtype: torch.dtype, device_pages: int, host_ranks: Sequence[int]
+) -> AdapterMemory:
+    """Return the memory of pages on the device, and of adapters of these ranks on the host."""
+    rank_bytes = layout.width * dtype.itemsize
+    return AdapterMemory(
+        device_bytes=device_pages * RANK_PAGE * rank_bytes,
+        host_ranks=RANK_PAGE * sum(map(num_pages_of, host_ranks)),
+        rank_bytes=rank_bytes,
+    )
 
 
 def random_rows(rank: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -137,7 +154,11 @@ class AdapterBank:
 
         def work() -> tuple[Tensor, AdapterContent] | None:
             try:
-                adapter = self._rows(checked(self.options, folder, self.layout))
+                files = checked(self.options, folder, self.layout)
+                ranks = [files.peft.config.most_rank]
+                memory = memory_of_ranks(self.layout, self.dtype, 0, ranks)
+                check_load(memory, self._mesh.size)
+                adapter = self._rows(files)
             except ConfigError as fault:
                 done(str(fault))
             except Exception:

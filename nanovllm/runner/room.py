@@ -7,26 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from nanovllm_kernels.products.library_linear import ADDED_LINEAR
 
 from nanovllm.config import ConfigError
-from nanovllm.kv.split import Split, host_page_bytes, num_host_pages, running_bytes
+from nanovllm.kv.split import Split, running_bytes
 from nanovllm.models.decoder import Decoder
-from nanovllm.runner.adapters import bank_bytes
+from nanovllm.runner.adapters import adapter_memory
+from nanovllm.runner.host_memory import NO_ADAPTERS, gib, host_left
 from nanovllm.runner.resolved import GIB, Resolved
 from nanovllm.schedule import given_or
 
-NO_LIMIT = 1 << 60  # control groups without a limit report a larger number
 WORKSPACE = 32 << 20  # cuBLAS workspace that torch allocates
-# By version of control groups: files with the limit and the usage, prefix of file counters.
-GROUPS = {
-    "": ("memory.max", "memory.current", ""),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,30 +106,16 @@ def less_cache(need: Need, before: str) -> Iterator[tuple[str, Need]]:
 def need_of(resolved: Resolved) -> Need:
     recipe, device, cache = resolved.recipe, resolved.device, resolved.recipe.cache
     model, models = resolved.empty_models(torch.device("meta"))
-    adapters = recipe.adapters
-    adapter_bytes = 0 if adapters is None else bank_bytes(adapters, model, resolved.dtype)
+    asked = recipe.adapters
+    adapters = NO_ADAPTERS if asked is None else adapter_memory(asked, model, resolved.dtype)
     page_bytes = resolved.layout.bytes_per_token * resolved.page_tokens
     slots = int(recipe.schedule.slots)
     pages = given_or(cache.pages, slots * -(-resolved.max_model_tokens // resolved.page_tokens))
     split = Split(pages, cache, resolved.layout, resolved.page_tokens)
     whole = split.total + running_bytes(resolved.layout, recipe)
-    host = host_memory() // resolved.mesh.size
-    if (engines := recipe.parallel.dp) > 1:  # others may have allocated their share already
-        host = min(host, host_memory(in_all=True) // (engines * resolved.mesh.size))
-    if split.host_bytes > host:
-        raise ConfigError(
-            f"cache.checkpoint_host_gib: a rank's checkpoints take {gib(split.host_bytes)}; this "
-            f"machine has {gib(host)} available for it"
-        )
-    below = num_host_pages(cache, resolved.layout, resolved.page_tokens)
-    below_bytes = below * host_page_bytes(resolved.layout, resolved.page_tokens)
-    if below_bytes > (host := host - split.host_bytes):
-        raise ConfigError(
-            f"cache.host_gib: a rank's {below:,} pages in host memory take {gib(below_bytes)}; "
-            f"this machine has {gib(host)} available for them"
-        )
+    host = host_left(resolved, split, adapters)
     if device.type == "cpu":
-        room, place = host - below_bytes, "this machine"
+        room, place = host, "this machine"
     else:
         free, total = torch.cuda.mem_get_info(device)
         room = min(free, int(total * recipe.cache.memory_fraction) - (total - free))
@@ -154,7 +134,7 @@ def need_of(resolved: Resolved) -> Need:
         dtype_bytes=resolved.dtype.itemsize,
         table_bytes=others + sum(tensor.nbytes for tensor in models.buffers()),
         others=f" + {gib(others)} of other types" if others else "",
-        adapter_bytes=adapter_bytes,
+        adapter_bytes=adapters.device_bytes,
         cache_key=key,
         cache_bytes=cache_bytes,
         state_bytes=whole - (pages + 1) * page_bytes,
@@ -162,10 +142,6 @@ def need_of(resolved: Resolved) -> Need:
         room=room,
         place=place,
     )
-
-
-def gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f} GiB"
 
 
 # -- memory of a step on a GPU ---------------------------------------------------------------
@@ -196,50 +172,3 @@ def step_bytes(resolved: Resolved, model: Decoder, *, fuses_gate: bool) -> int:
     rows = slots * (1 + recipe.num_drafts)
     most = max(num_tokens * max(attention, mlp), rows * len(model.head.weight)) * bytes_each
     return int(4 * (slots + 1) * columns + pages + WORKSPACE + most)
-
-
-# -- memory of the host -----------------------------------------------------------------------
-
-
-def host_memory(root: Path = Path("/"), *, in_all: bool = False) -> int:
-    """Return the bytes that may be allocated: the kernel's estimate, within every control group.
-
-    With `in_all`, return the total, regardless of present allocations.
-    """
-    return min(of_machine(root, in_all), *group_rooms(root, in_all), NO_LIMIT)
-
-
-def of_machine(root: Path, in_all: bool) -> int:
-    name = "MemTotal:" if in_all else "MemAvailable:"
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return NO_LIMIT
-    kib = (int(line.split()[1]) for line in lines if line.startswith(name))
-    return next(kib, NO_LIMIT // 1024) * 1024
-
-
-def group_rooms(root: Path, in_all: bool) -> Iterator[int]:
-    """Yield the bytes left by each limit of this process. Cached file pages count as free."""
-    for folder, most, used, prefix in groups(root):
-        try:
-            limit = int((folder / most).read_text())
-            used_bytes = int((folder / used).read_text())
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):  # no such group here, or "max"
-            continue
-        files = sum(int(stat.get(prefix + name, 0)) for name in ("inactive_file", "active_file"))
-        if limit < NO_LIMIT:
-            yield limit if in_all else max(0, limit - used_bytes + files)
-
-
-def groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """Yield folders from this process's group to the topmost, of both versions, with GROUPS."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for _, kinds, path in (line.split(":", 2) for line in lines):
-        for kind in GROUPS.keys() & kinds.split(","):
-            top, own = root / "sys/fs/cgroup" / kind, Path(path.lstrip("/"))
-            yield from ((top / folder, *GROUPS[kind]) for folder in (own, *own.parents))

@@ -158,7 +158,7 @@ def test_on_a_cpu_it_plans_what_serve_starts_with(overrides: tuple[str, ...]) ->
 def test_what_does_not_fit_on_a_cpu_is_told_as_serve_tells_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("nanovllm.runner.room.host_memory", lambda **_: 30 * GIB)
+    monkeypatch.setattr("nanovllm.runner.host_memory.host_memory", lambda **_: 30 * GIB)
     found = lines(run("qwen3-8b", "--device", "cpu"))
     cure = "--set dtype=bfloat16 takes 17.3 GiB in total"
     assert found[0].startswith("Qwen/Qwen3-8B does not fit on this CPU: ") and cure in found[0]

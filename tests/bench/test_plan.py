@@ -297,14 +297,24 @@ def test_engines_behind_one_server_stay_pinned() -> None:
     assert dense is not None and pins(dense).startswith("parallel: {tp: 1, ep: 1}\n")
 
 
+def test_adapters_in_host_memory_are_counted_for_all_ranks() -> None:
+    """Dummy adapters are one copy on each rank: 64 ranks of 5.455 MB, over two engines."""
+    asked = ("adapters.folder=dummy", "adapters.slots=8", "parallel.tp=1", "parallel.dp=2")
+    plain, plan = on_h200("qwen3-8b", *asked[2:]), on_h200("qwen3-8b", *asked)
+    each = 64 * 2 * 36 * (4096 * 6 + 12288 + 4096 * 3 + 2 * 1024 + 2 * 12288)
+    assert plan.adapters.host_bytes == each and plan.used["adapters"] == 8 * each
+    name = "all adapters in the host's memory, GiB"
+    assert numbers(plan, [500])[name] == 2 * each / GIB and name not in numbers(plain, [500])
+
+
 def test_weights_that_a_cpu_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen3-8B in float32 takes 30.52 GiB, in addition to 2 GiB of cache and tables."""
     config = load_config("qwen3-8b", ["load.format=dummy"], {"device": "cpu"})
     plan = plan_of(config, CPU, 1)
-    monkeypatch.setattr("nanovllm.runner.room.host_memory", lambda: 30 * GIB)
+    monkeypatch.setattr("nanovllm.runner.host_memory.host_memory", lambda: 30 * GIB)
     assert plan.problem([500]) == "2.52 GiB short of a cache of 454 pages"
     assert nearest(config, CPU, [500]) is None
-    monkeypatch.setattr("nanovllm.runner.room.host_memory", lambda: 33 * GIB)
+    monkeypatch.setattr("nanovllm.runner.host_memory.host_memory", lambda: 33 * GIB)
     assert plan.problem([500]) == ""
 
 

@@ -10,10 +10,11 @@ from msgspec.structs import replace
 
 from nanovllm.config import ConfigError, load_config
 from nanovllm.engine import paper
-from nanovllm.runner import room
+from nanovllm.runner import host_memory as host
 from nanovllm.runner.build import build, with_caches
+from nanovllm.runner.host_memory import host_memory
 from nanovllm.runner.resolved import Resolved, resolve_config
-from nanovllm.runner.room import check_room, host_memory, need_of, smaller_ones
+from nanovllm.runner.room import check_room, need_of, smaller_ones
 
 GIB = 1 << 30
 DUMMY = "load.format=dummy"
@@ -48,7 +49,7 @@ def refused(named: str | None, *overrides: str) -> str:
     ],
 )  # fmt: skip
 def test_8b_on_a_small_machine(monkeypatch, gib: float, overrides: tuple[str], line: str) -> None:
-    monkeypatch.setattr(room, "host_memory", lambda: int(gib * GIB))
+    monkeypatch.setattr(host, "host_memory", lambda: int(gib * GIB))
     assert refused("qwen3-8b", DUMMY, *overrides) == (
         f"Qwen/Qwen3-8B does not fit: 8.19 B parameters x 4 bytes (float32) = {line}"
     )
@@ -57,7 +58,7 @@ def test_8b_on_a_small_machine(monkeypatch, gib: float, overrides: tuple[str], l
 def test_adapters_count_as_weights(monkeypatch) -> None:
     """Rank 64 over all linears: 2 x 64 x (5 x 4096 + 2 x 12288 + ...) x 36 layers, in bf16."""
     asked = (DUMMY, "dtype=bfloat16", "cache.pages=100", "adapters.folder=dummy")
-    monkeypatch.setattr(room, "host_memory", lambda: 17 * GIB)
+    monkeypatch.setattr(host, "host_memory", lambda: 17 * GIB)
     with_adapters = need_of(on_a_cpu("qwen3-8b", *asked, "adapters.slots=64"))
     plain = need_of(on_a_cpu("qwen3-8b", *asked[:3]))
     inputs, outputs = 4096 * 5 + 4096 + 12288, 4096 + 2 * 1024 + 4096 + 2 * 12288 + 4096
@@ -66,20 +67,40 @@ def test_adapters_count_as_weights(monkeypatch) -> None:
     assert refused("qwen3-8b", *asked, "adapters.slots=64") == (
         "Qwen/Qwen3-8B does not fit: 8.19 B parameters x 2 bytes (bfloat16) = 15.3 GiB and "
         f"{64 * each / GIB:.1f} GiB of adapters (adapters.slots) and 0.2 GiB of cache "
-        "(cache.pages); this machine has 17.0 GiB available; lower adapters.slots (or "
+        f"(cache.pages); this machine has {17 - each / GIB:.1f} GiB available; lower "
+        "adapters.slots (or "
         "adapters.max_rank with adapters.runtime)"
     )
 
 
+def test_adapters_must_fit_the_hosts_memory(monkeypatch) -> None:
+    """All dummy adapters are one copy. Each of two ranks may use half of the memory."""
+    tiny = (DUMMY, "dtype=bfloat16", "model.num_layers=4", "cache.pages=100")
+    asked = ("adapters.folder=dummy", "adapters.slots=2", "adapters.max_rank=500")
+    monkeypatch.setattr(host, "host_memory", lambda: 30 * GIB)
+    before, found = (need_of(on_a_cpu("qwen3-8b", *tiny, *more)) for more in ((), asked))
+    rank_bytes = 2 * 4 * (4096 * 5 + 4096 + 12288 + 4096 + 2 * 1024 + 4096 + 2 * 12288 + 4096)
+    assert before.room - found.room == 512 * rank_bytes  # 500 ranks are 32 pages of 16
+    assert found.adapter_bytes == 2 * 512 * rank_bytes
+    monkeypatch.setattr(host, "host_memory", lambda: 512 * rank_bytes - 1)
+    assert refused("qwen3-8b", *tiny, *asked) == (
+        "adapters.names: a rank's adapters in host memory take 512 ranks x 0.606 MB = 0.3 GiB; "
+        "this machine has 0.3 GiB available for them; load fewer adapters"
+    )
+    monkeypatch.setattr(host, "host_memory", lambda: GIB)
+    line = refused("qwen3-8b", *tiny, *asked, "cache.host_gib=0.9")
+    assert "adapters.names: " in line and "this machine has 0.1 GiB available for them" in line
+
+
 def test_nothing_is_built_before_the_check(monkeypatch) -> None:
-    monkeypatch.setattr(room, "host_memory", lambda: 16 * GIB)
+    monkeypatch.setattr(host, "host_memory", lambda: 16 * GIB)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: pytest.fail("it was built"))
     with pytest.raises(ConfigError, match="does not fit"):
         build(load_config("qwen3-8b", [DUMMY, "device=cpu"]))
 
 
 def test_what_is_suggested_is_less_and_what_the_check_takes(monkeypatch) -> None:
-    monkeypatch.setattr(room, "host_memory", lambda: 18 * GIB)
+    monkeypatch.setattr(host, "host_memory", lambda: 18 * GIB)
     for flags, smaller in smaller_ones(need_of(on_a_cpu("qwen3-8b", DUMMY))):
         found = on_a_cpu("qwen3-8b", DUMMY, *flags.replace("--set ", "").split())
         tables = 1 << 24  # tables of positions follow the context, which follows the cache
@@ -115,7 +136,7 @@ def test_a_gpu_s_room_is_its_share_less_what_others_took(monkeypatch) -> None:
 def test_checkpoints_must_fit_the_hosts_memory(monkeypatch) -> None:
     """The limit is per rank. On a CPU, weights and pages also use the host's memory."""
     tiny = ("load.format=dummy", "dtype=bfloat16", "model.num_layers=4", "parallel.tp=1")
-    monkeypatch.setattr(room, "host_memory", lambda: 30 * GIB)
+    monkeypatch.setattr(host, "host_memory", lambda: 30 * GIB)
     before = need_of(on_a_cpu("qwen3-next-80b-a3b", *tiny))
     found = need_of(on_a_cpu("qwen3-next-80b-a3b", *tiny, "cache.checkpoint_host_gib=20"))
     assert before.room == 30 * GIB and 10 * GIB <= found.room < 10.1 * GIB
@@ -134,7 +155,7 @@ def test_checkpoints_must_fit_the_hosts_memory(monkeypatch) -> None:
 
 def test_pages_below_the_device_must_fit_the_hosts_memory(monkeypatch) -> None:
     tiny = ("load.format=dummy", "dtype=bfloat16", "model.num_layers=4", "cache.page_tokens=128")
-    monkeypatch.setattr(room, "host_memory", lambda: 30 * GIB)
+    monkeypatch.setattr(host, "host_memory", lambda: 30 * GIB)
     before = need_of(on_a_cpu("qwen3-8b", *tiny))
     found = need_of(on_a_cpu("qwen3-8b", *tiny, "cache.host_gib=20"))
     assert (before.room, found.room) == (30 * GIB, 10 * GIB)
@@ -160,7 +181,7 @@ def test_engines_of_one_server_share_the_hosts_memory(monkeypatch) -> None:
     tiny += ("parallel.dp=3", "cache.checkpoint_host_gib=20")
     for first, later in ((58, 58), (58, 19), (90, 19)):  # GiB of all memory and of free memory
         had = {True: first * GIB, False: later * GIB}
-        monkeypatch.setattr(room, "host_memory", lambda *, in_all=False: had[in_all])  # noqa: B023
+        monkeypatch.setattr(host, "host_memory", lambda *, in_all=False: had[in_all])  # noqa: B023
         line = refused("qwen3-next-80b-a3b", *tiny)
         least = min(first / 3, later)
         assert line == (
@@ -168,7 +189,7 @@ def test_engines_of_one_server_share_the_hosts_memory(monkeypatch) -> None:
             f"{least:.1f} GiB available for it"
         )
     had = {True: 90 * GIB, False: 29 * GIB}  # two engines run, and a third one restarts
-    monkeypatch.setattr(room, "host_memory", lambda *, in_all=False: had[in_all])
+    monkeypatch.setattr(host, "host_memory", lambda *, in_all=False: had[in_all])
     assert 9 * GIB < need_of(on_a_cpu("qwen3-next-80b-a3b", *tiny)).room < 10.1 * GIB
 
 
@@ -191,8 +212,8 @@ def machine(root: Path, available_gib: float, cgroup: str, **files: str) -> Path
 def test_memory_is_what_the_kernel_calls_available(tmp_path: Path) -> None:
     assert host_memory(machine(tmp_path, 21.5, "0::/\n")) == int(21.5 * GIB)
     assert host_memory(tmp_path, in_all=True) == 64 * GIB
-    assert host_memory(tmp_path / "not Linux") == room.NO_LIMIT
-    assert 1 << 20 < host_memory() < room.NO_LIMIT
+    assert host_memory(tmp_path / "not Linux") == host.NO_LIMIT
+    assert 1 << 20 < host_memory() < host.NO_LIMIT
 
 
 @pytest.mark.parametrize("folder", ["a", "a__b"])
