@@ -20,14 +20,23 @@ T = TypeVar("T", bound=Struct)
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
+MOST_MESSAGE = 2_000  # characters
+
+
 class ConfigError(ValueError):
     """Error in the user's recipe, flags or checkpoint. The message is sufficient for the user.
 
-    It is one line, even if quoted values have several.
+    It is one printable line of at most MOST_MESSAGE characters, even if quoted values have others.
+    The middle of a longer message is left out, since its end may have the remedy.
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
+        line = " ".join(message.split())
+        line = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in line)
+        if len(line) > MOST_MESSAGE:
+            half = (MOST_MESSAGE - len(" ... ")) // 2
+            line = f"{line[:half]} ... {line[-half:]}"
+        super().__init__(line)
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # the package has no types

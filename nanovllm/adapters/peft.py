@@ -20,6 +20,7 @@ from nanovllm.adapters.patterns import ExpressionError, Patterns, parsed
 from nanovllm.typed_yaml import NOT_JSON, ConfigError
 
 MOST_BYTES = 1 << 22  # of the file
+ALL_LINEAR = "all-linear"  # in target_modules
 T = TypeVar("T")
 Rank = Annotated[int, Meta(ge=1, le=1 << 16)]
 # Initialisations that leave the base model as it is. Others change it.
@@ -103,6 +104,15 @@ class Modules:
         if layers is None or isinstance(config.target_modules, str):
             return True
         return self._layer_of(module) in ([layers] if isinstance(layers, int) else layers)
+
+    def allows(self, module: str) -> bool:
+        """Return True if the config names a module, or may have named it when it was saved.
+
+        'all-linear' is saved as a list, but a file written by hand may still have it.
+        """
+        rule = self.config.target_modules
+        is_every = isinstance(rule, str) and rule.lower() == ALL_LINEAR
+        return is_every or self.targets(module)
 
     def _names(self, rule: list[str] | str | None, module: str) -> bool:
         if not isinstance(rule, str):

@@ -20,16 +20,36 @@ from torch import Tensor
 from nanovllm.layers.experts.products import ExpertMLPs
 from nanovllm.layers.lora import AdaptedPart
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.names import text_name
 from nanovllm.models.weights import SHARED, numbered
 from nanovllm.parallel.mesh import Span
 
 # Names of checkpoints, and of the modules that transformers makes of them (MiniMax-M2).
 RENAMED = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+IN_CHECKPOINT = {name: own for own, name in RENAMED.items()}
+TEXT_MODEL = "model.language_model."  # in models with an image encoder (Qwen3.5)
 
 
 def module_of(name: str) -> str:
-    """Return a module's name in transformers from that in the checkpoint, or from itself."""
-    return ".".join(RENAMED.get(part, part) for part in name.removesuffix(".weight").split("."))
+    """Return a module's name in transformers' text model.
+
+    `name` is the one in the checkpoint, or that of a module in transformers.
+    """
+    parts = text_name(name).removesuffix(".weight").split(".")
+    return ".".join(RENAMED.get(part, part) for part in parts)
+
+
+def spellings(module: str) -> list[str]:
+    """Return all names that files may have for a module of transformers' text model.
+
+    Only modules of a mixture of experts have other names in a checkpoint.
+    """
+    found, parts = [module], module.split(".")
+    if "experts" in parts or parts[-2:] == ["mlp", "gate"]:
+        found.append(".".join(IN_CHECKPOINT.get(part, part) for part in parts))
+        found.append(".".join("mlp" if p == "block_sparse_moe" else p for p in found[1].split(".")))
+    inner = [name.removeprefix("model.") for name in found if name.startswith("model.")]
+    return list(dict.fromkeys(found + [TEXT_MODEL + name for name in inner]))
 
 
 class ExpertParts(NamedTuple):

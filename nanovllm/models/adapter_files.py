@@ -6,9 +6,11 @@ Tensors are named base_model.model.<module>.lora_A.weight [r, in] and .lora_B.we
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -20,7 +22,7 @@ from nanovllm.adapters.peft import Modules, is_listed
 from nanovllm.config import ConfigError
 from nanovllm.layers.lora import AdaptedPart
 from nanovllm.model_identity import digest_of
-from nanovllm.models.adapter_experts import PlacedExperts, module_of, of_expert
+from nanovllm.models.adapter_experts import PlacedExperts, module_of, of_expert, spellings
 from nanovllm.models.adapter_layout import AdapterLayout
 from nanovllm.models.destination import FLOATS
 from nanovllm.models.faults import described
@@ -41,15 +43,38 @@ Pairs = dict[str, tuple[Stored, Stored]]  # A and B by module
 
 
 class AdapterFiles(NamedTuple):
-    """An adapter's name, its modules by its config, and the header of its tensors."""
+    """An adapter's name, its modules by its config, and the header of its tensors.
+
+    The config applies to the names that its modules have in the files. `pairs` has those of
+    transformers' text model, and `spelled` the ones in the files by the former.
+    """
 
     name: str
     peft: Modules
     pairs: Pairs
+    spelled: Mapping[str, str] = MappingProxyType({})
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module's pair of matrices."""
+        return self.peft.rank_of(self.spelled.get(module, module))
+
+    def scale_of(self, module: str) -> float:
+        """Return the factor of a module's delta."""
+        return self.peft.scale_of(self.spelled.get(module, module))
+
+    def of_parameter(self, folder: str, parameter: str) -> str:
+        """Return the name in the files of a parameter of all experts.
+
+        `folder` is the module of the experts.
+        """
+        names = (folder, f"{folder}{BASE_LAYER}")
+        spelled = next((self.spelled[one] for one in names if one in self.spelled), folder)
+        return f"{spelled.removesuffix(BASE_LAYER)}.{parameter}"
 
 
-def pairs_in(folder: Path, name: str) -> Pairs:
-    """Return the tensors of an adapter by module. Raise ConfigError if they are not pairs."""
+def files_of(folder: Path, name: str, peft: Modules) -> AdapterFiles:
+    """Return an adapter with its tensors' header. Raise ConfigError if they are not pairs."""
+    spelled: dict[str, str] = {}
     halves: dict[str, dict[str, Stored]] = {}
     for tensor_name, tensor in tensors_in(file_of(folder, name, WEIGHTS)):
         for text, reason in UNSUPPORTED.items():
@@ -57,24 +82,31 @@ def pairs_in(folder: Path, name: str) -> Pairs:
                 raise ConfigError(f"adapter {name}: {tensor_name}: {reason}")
         if (match := TENSOR.fullmatch(tensor_name)) is None:
             raise ConfigError(f"adapter {name}: the tensor {tensor_name} is unexpected")
-        halves.setdefault(module_of(match[1]), {})[match[2]] = tensor
-    for module, pair in halves.items():
-        if len(pair) < 2:
-            half = "B" if "A" in pair else "A"
+        module = module_of(match[1])
+        if spelled.setdefault(module, match[1]) != match[1]:
+            both = f"{spelled[module]} and {match[1]}"
+            raise ConfigError(f"adapter {name}: {both} are names of the same module")
+        halves.setdefault(module, {})[match[2]] = tensor
+    for module, found in halves.items():
+        if len(found) < 2:
+            half = "B" if "A" in found else "A"
             raise ConfigError(f"adapter {name}: {module} has no lora_{half}.weight")
     if not halves:
         raise ConfigError(f"adapter {name}: {WEIGHTS} has no tensors")
-    return {module: (pair["A"], pair["B"]) for module, pair in halves.items()}
+    pairs = {module: (found["A"], found["B"]) for module, found in halves.items()}
+    return AdapterFiles(name, peft, pairs, spelled)
 
 
 def check_files(files: AdapterFiles, layout: AdapterLayout) -> None:
     """Raise ConfigError, with all faults, if the tensors do not fit the config and the model."""
-    name, peft, pairs = files
+    name, peft, pairs = files[:3]
     faults: dict[str, list[str]] = {}
     for module, (a, b) in pairs.items():
-        if (expected := shapes_of(module, pairs, peft, layout)) is None:
+        if (expected := shapes_of(module, files, layout)) is None:
             faults.setdefault("of no product of the model", []).append(module)
             continue
+        if not is_allowed(module, files, layout):
+            faults.setdefault("of modules that the config does not target", []).append(module)
         for half, tensor, shape in zip("AB", (a, b), expected, strict=True):
             if tensor.shape != shape:
                 text = f"{module}.lora_{half} is {list(tensor.shape)}, expected {list(shape)}"
@@ -83,8 +115,12 @@ def check_files(files: AdapterFiles, layout: AdapterLayout) -> None:
                 text = f"{module}.lora_{half} is {tensor.dtype}, expected {' or '.join(FLOATS)}"
                 faults.setdefault("with a wrong type", []).append(text)
     has_fused = any(module.removesuffix(BASE_LAYER) in layout.fused for module in pairs)
-    targeted = filter(peft.targets, layout.dense if has_fused else layout.parts)
-    missing = sorted(module for module in targeted if module not in pairs)
+    every = layout.dense if has_fused else layout.parts
+    missing = sorted(
+        module
+        for module in every
+        if module not in pairs and any(map(peft.targets, spellings(module)))
+    )
     missing += parameters_missing(pairs, peft, layout)
     if missing:
         faults["missing"] = missing
@@ -109,22 +145,44 @@ def parameters_missing(pairs: Pairs, peft: Modules, layout: AdapterLayout) -> li
                 present.add(f"{folder}.{name}")
     every = [f"{module}.weight" for module in layout.dense]
     every += [f"{folder}.{name}" for folder in layout.fused for name in SINGLE]
-    named = (name for name in every if is_listed(peft.config.target_parameters or (), name))
+    listed = peft.config.target_parameters or ()
+    named = (name for name in every if any(is_listed(listed, one) for one in spellings(name)))
     return sorted(name for name in named if name not in present)
+
+
+def is_allowed(module: str, files: AdapterFiles, layout: AdapterLayout) -> bool:
+    """Return True if the config targets a module, or the parameter that a pair belongs to."""
+    peft, spelled = files.peft, files.spelled.get(module, module)
+    if peft.allows(spelled.removesuffix(BASE_LAYER)):
+        return True
+    parameters = [f"{spelled}.weight"]
+    if (placed := layout.fused.get(module.removesuffix(BASE_LAYER))) is not None:
+        parameter = fused_name(module, files.pairs, placed)
+        parameters = [files.of_parameter(module.removesuffix(BASE_LAYER), parameter)]
+        # Transformers 5 converts the names of single experts.
+        single = f"{module.removesuffix(BASE_LAYER)}.0.{SINGLE[parameter][0]}"
+        if any(map(peft.allows, spellings(single))):
+            return True
+    experts, _, single = module.rpartition(".")
+    for name, singles in SINGLE.items():
+        if single in singles and (folder := experts.rpartition(".")[0]) in layout.fused:
+            parameters += spellings(f"{folder}.{name}")
+    listed = peft.config.target_parameters or ()
+    return any(is_listed(listed, parameter) for parameter in parameters)
 
 
 Shapes = tuple[tuple[int, int], tuple[int, int]]  # of A and B
 
 
-def shapes_of(module: str, pairs: Pairs, peft: Modules, layout: AdapterLayout) -> Shapes | None:
+def shapes_of(module: str, files: AdapterFiles, layout: AdapterLayout) -> Shapes | None:
     """Return the shapes that a module's pair must have; None if there is no such module."""
     if (part := layout.parts.get(module)) is not None:
-        rank = peft.rank_of(module)
+        rank = files.rank_of(module)
         return (rank, part.inputs.full), (part.outputs[0].full, rank)
-    if (placed := layout.fused.get(module.removesuffix(BASE_LAYER))) is None:
+    if (placed := layout.fused.get(folder := module.removesuffix(BASE_LAYER))) is None:
         return None
-    name = fused_name(module, pairs, placed)
-    rank = peft.rank_of(f"{module.removesuffix(BASE_LAYER)}.{name}") * len(placed.by_expert)
+    name = fused_name(module, files.pairs, placed)
+    rank = files.peft.rank_of(files.of_parameter(folder, name)) * len(placed.by_expert)
     gate, _, down = placed.by_expert[0]
     part = down if name == "down_proj" else gate
     num_outputs = part.outputs[0].full * (1 if name == "down_proj" else 2)
@@ -151,24 +209,26 @@ def rank_rows(
     """Return this process's rows of an adapter's ranks, with the scale in B, and their digest.
 
     Modules that the adapter does not change, and ranks that a module does not have, are zeros. The
-    digest is of the bytes that the rows are made of. Raise ConfigError if a number is NaN or
-    infinite.
+    digest is of the keys of the config that have an effect, and of the names, types, shapes and
+    bytes of all tensors as in the files. The adapter's own name is not in it. Raise ConfigError if
+    a number is NaN or infinite.
     """
-    name, peft, pairs = files
+    name, peft, pairs = files[:3]
     digests: list[tuple[object, ...]] = []
     rows_RX = torch.zeros(peft.config.most_rank, layout.width, dtype=dtype)
     for module, (a, b) in sorted(pairs.items()):
         raw_a, raw_b = contents(a), contents(b)
-        digests.append((module, described_bytes(a, raw_a), described_bytes(b, raw_b)))
+        spelled = files.spelled.get(module, module)
+        digests.append((spelled, described_bytes(a, raw_a), described_bytes(b, raw_b)))
         a_RD, b_NR = raw_a.view(a.shape).float(), raw_b.view(b.shape).float()
         if not (a_RD.isfinite().all() and b_NR.isfinite().all()):
             raise ConfigError(f"adapter {name}: {module} has NaN or infinite numbers")
         if (part := layout.parts.get(module)) is not None:
-            put(rows_RX, part, a_RD, b_NR * peft.scale_of(module))
+            put(rows_RX, part, a_RD, b_NR * files.scale_of(module))
             continue
         placed = layout.fused[folder := module.removesuffix(BASE_LAYER)]
         parameter = fused_name(module, pairs, placed)
-        b_NR = b_NR * peft.scale_of(f"{folder}.{parameter}")
+        b_NR = b_NR * peft.scale_of(files.of_parameter(folder, parameter))
         put_fused(rows_RX, placed, a_XD=a_RD, b_NX=b_NR, parameter=parameter)
     if not rows_RX.isfinite().all():
         raise ConfigError(f"adapter {name}: its numbers are too large for {dtype}")

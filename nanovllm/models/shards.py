@@ -45,6 +45,7 @@ from nanovllm.models.destination import Destination
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32,
           "F8_E4M3": torch.float8_e4m3fn}  # fmt: skip
 MOST_THREADS = 8
+MOST_HEADER = 100_000_000  # bytes; the format's own limit
 STAGING = 16 << 20  # bytes of one read, unless one block of rows is larger
 GAP = 64 << 10  # largest run of unneeded bytes that is read along
 
@@ -93,6 +94,8 @@ def tensors_in(path: Path) -> Iterator[tuple[str, Stored]]:
     try:
         with path.open("rb") as file:
             start, size = 8 + int.from_bytes(file.read(8), "little"), path.stat().st_size
+            if MOST_HEADER < start - 8 <= size:
+                raise ConfigError(f"{what}: its header has more than {MOST_HEADER:,} bytes")
             header = file.read(start - 8) if start <= size else b""
         entries = msgspec.json.decode(header, type=dict[str, Entry])
     except (*NOT_JSON, OSError) as error:

@@ -23,7 +23,7 @@ from nanovllm.adapters.section import Adapters, modules_of, num_pages_of, num_ra
 from nanovllm.attention.base import AdaptedRows, Batch
 from nanovllm.config import ConfigError
 from nanovllm.model_identity import digest_of
-from nanovllm.models.adapter_files import AdapterFiles, check_files, pairs_in, rank_rows
+from nanovllm.models.adapter_files import AdapterFiles, check_files, files_of, rank_rows
 from nanovllm.models.adapter_layout import AdapterLayout
 from nanovllm.models.decoder import Decoder
 from nanovllm.plan import AdapterContent, AdapterDone, Int32, StepPlan
@@ -52,7 +52,7 @@ def layout_of(options: Adapters, model: Decoder) -> tuple[AdapterLayout, list[Ad
 
 def checked(options: Adapters, name: str, layout: AdapterLayout) -> AdapterFiles:
     """Return an adapter's config and header. Raise ConfigError if they do not fit the layout."""
-    files = AdapterFiles(name, modules_of(options, name), pairs_in(Path(options.folder), name))
+    files = files_of(Path(options.folder), name, modules_of(options, name))
     check_files(files, layout)
     return files
 

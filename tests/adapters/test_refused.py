@@ -112,6 +112,17 @@ A, B = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
         ({B: torch.full((64, 2), 3e38)}, {}, "its numbers are too large for torch.float32"),
         (
             {},
+            {"target_modules": ["k_proj"], "layers_to_transform": [1]},
+            "1 tensor of modules that the config does not target: model.layers.0.self_attn.q_proj; "
+            "1 tensor missing: model.layers.1.self_attn.k_proj",
+        ),
+        (
+            {},
+            {"exclude_modules": ["q_proj"]},
+            "1 tensor of modules that the config does not target: model.layers.0.self_attn.q_proj",
+        ),
+        (
+            {},
             {"layers_to_transform": None},
             "1 tensor missing: model.layers.1.self_attn.q_proj",
         ),
@@ -169,3 +180,29 @@ def test_the_section_is_checked(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as refused:
             load_config(None, [setting])
         assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["x" * 100_000, "a\x1b[2J\x00\u202e", "\ud7ff\n" * 3000])
+def test_a_message_is_short_and_printable(tmp_path: Path, model: Path, name: str) -> None:
+    write(tmp_path / "a", {name: torch.ones(1)})
+    with pytest.raises(ConfigError) as refused:
+        build(config_with(model, tmp_path))
+    text = str(refused.value)
+    assert text.startswith("adapter a: the tensor ") and text.endswith(" is unexpected")
+    assert text.isprintable() and len(text) <= 2_000
+
+
+def test_the_end_of_a_long_message_stays() -> None:
+    text = str(ConfigError(f"first {'x' * 5000} last"))
+    assert len(text) == 1_999 and text.startswith("first x") and text.endswith("x last")
+    assert " ... " in text and str(ConfigError("a\n b\x07")) == "a b\\x07"
+
+
+def test_a_header_has_a_limit(tmp_path: Path, model: Path) -> None:
+    write(tmp_path / "a")
+    size = 100_000_001
+    with (tmp_path / "a" / WEIGHTS).open("wb") as file:
+        file.write(size.to_bytes(8, "little"))
+        file.truncate(8 + size)  # a hole, so it takes no room on the disk
+    with pytest.raises(ConfigError, match="its header has more than 100,000,000 bytes"):
+        build(config_with(model, tmp_path))
