@@ -99,8 +99,10 @@ class RuntimeAdapters:
             if self._served.adapters.pop(name, None) is None:
                 text = f"the adapter {name[:100]!r} is not loaded"
                 raise ApiError(404, text, param="lora_name", code="not_found")
+            # A lost engine has no adapters. One that returns loads those that are served then.
             for client in self._engines.clients:
-                await client.change(UnloadAdapter(client.new_id(), name))
+                with suppress(EngineLostError):
+                    await client.change(UnloadAdapter(client.new_id(), name))
         log.info("unloaded %s", fields(adapter=name))
         return f"Success: LoRA adapter '{name}' removed successfully.".encode()
 

@@ -14,7 +14,7 @@ from nanovllm.adapters.folder import DEMO
 from nanovllm.adapters.section import Adapters
 from nanovllm.config import load_config
 from nanovllm.ipc.client import EngineClient, EngineLostError
-from nanovllm.server.adapters import LOAD, RuntimeAdapters
+from nanovllm.server.adapters import LOAD, UNLOAD, RuntimeAdapters
 from nanovllm.server.engines import Replicas
 from nanovllm.server.errors import ApiError
 from tests.server.fake_engine import READY
@@ -73,3 +73,32 @@ def test_no_engine_changes_if_another_one_is_lost(is_known: bool) -> None:
 
     asyncio.run(main())
     assert loaded == ([] if is_known else ["LoadAdapter", "UnloadAdapter"])
+
+
+def test_unload_goes_on_past_a_lost_engine() -> None:
+    """The first engine is lost before, the second one during the change; the third one changes."""
+    unloaded: list[str] = []
+
+    async def main() -> None:
+        async def change(message: Any) -> str:
+            unloaded.append(message.name)
+            return ""
+
+        second = EngineClient.absent(READY)
+        second.is_lost = False
+        second._is_ready.cancel()  # it was ready before
+        second._connection = SimpleNamespace(send=lambda _: second._lost())  # type: ignore[assignment]
+        third = SimpleNamespace(new_id=lambda: 1, change=change)
+        served: Any = SimpleNamespace(names=["m"], paths=[], adapters={"pirate": "p", "b": "b"})
+        engines: Any = SimpleNamespace(clients=[EngineClient.absent(READY), second, third])
+        changes = RuntimeAdapters(Adapters(folder=str(DEMO)), engines, served)
+        body = msgspec.json.encode(dict(lora_name="pirate"))
+        answer = await asyncio.wait_for(changes.answer(UNLOAD, body), 5)
+        assert answer == b"Success: LoRA adapter 'pirate' removed successfully."
+        assert served.adapters == {"b": "b"}
+        with pytest.raises(ApiError) as refused:  # the second time
+            await changes.answer(UNLOAD, body)
+        assert (refused.value.status, refused.value.code) == (404, "not_found")
+
+    asyncio.run(main())
+    assert unloaded == ["pirate"]
