@@ -112,7 +112,7 @@ DRIVEN_BY = {
     "tests/kv/disk/test_store_faults.py": """
         nanovllm/kv/disk/folder.py nanovllm/kv/disk/format.py nanovllm/kv/disk/health.py
         nanovllm/kv/disk/index.py nanovllm/kv/disk/limits.py""",
-    "tests/runner/test_room.py": "nanovllm/kv/layout.py",
+    "tests/runner/test_room.py": "nanovllm/kv/layout.py nanovllm/runner/host_memory.py",
     "tests/end_to_end/test_prefill_decode.py": "nanovllm/engine/tickets.py",
     "tests/transfer/test_remote_pages.py": "nanovllm/transfer/lender.py",
     "tests/transfer/test_page_client.py": """
