@@ -166,10 +166,10 @@ class EndReporter:
                 with self._moving:
                     moved = [end for end in self._own.moved() if end.ticket in self._tickets]
                     self._tickets.difference_update(end.ticket for end in moved)
-                found = latest if self._own.disk is None else self._own.disk.availability
-                if moved or found != latest:
-                    latest = found
-                    self._place.reply(encode(Report(moved, found)))
+                disk = latest if self._own.disk is None else self._own.disk.availability
+                if moved or disk != latest:
+                    latest = disk
+                    self._place.reply(encode(Report(moved, disk)))
         except OSError:  # rank 0 has ended, or has read nothing for long
             assert isinstance(self._place.back, RingWriter)
             self._place.back.close()

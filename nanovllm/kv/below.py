@@ -35,7 +35,7 @@ class Below(Protocol):
         """Return True if pages can be written on all ranks at present."""
         ...
 
-    def note_rank(self, rank: int, found: Availability) -> None:
+    def note_rank(self, rank: int, availability: Availability) -> None:
         """Note the availability on another rank. Pages are in use only if all ranks can use them.
 
         May be called from any thread.

@@ -153,7 +153,7 @@ class RemotePages:
     def is_listed(self, key: Key) -> bool:
         return self.holds(key)
 
-    def note_rank(self, rank: int, found: Availability) -> None:
+    def note_rank(self, rank: int, availability: Availability) -> None:
         """Do nothing: a ticket that one rank cannot use fails its load on all ranks."""
 
     def state_keys(self, key: Key) -> list[Key]:

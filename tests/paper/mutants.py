@@ -272,7 +272,7 @@ MUTANTS = [
     Mutant("ends of a lost rank are awaited", ENDS, "        self._received.put(None)\n", "", "test_a_rank_that_has_gone_is_an_error"),
     Mutant("a report that cannot be read ends nothing", ENDS, "            log.exception(\"the reports of rank %d cannot be read\", rank)\n", "            return\n", "test_a_report_that_cannot_be_read_is_an_error"),
     Mutant("a rank that cannot report stays silent", ENDS, "            self._place.back.close()\n", "", "test_a_rank_that_cannot_report_is_an_error"),
-    Mutant("a disk out of use is reported with ends only", ENDS, "if moved or found != latest:", "if moved:", FROM_START),
+    Mutant("a disk out of use is reported with ends only", ENDS, "if moved or disk != latest:", "if moved:", FROM_START),
     Mutant("a disk out of use from the start is not reported", ENDS, "        self._woken.set()  # the disk", "        # the disk", FROM_START),
     Mutant("a disk out of use on another rank is not noted", ENDS, "                    self._disk.note_rank(rank, latest)\n", "", GIVEN_UP),
     Mutant("pages of a disk out of use are lost", MOVER, "if not ok and disk.availability.reads:", "if not ok:", GIVEN_UP),

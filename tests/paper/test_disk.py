@@ -54,7 +54,7 @@ class TwoParts:
     def is_listed(self, key: bytes) -> bool:
         return False
 
-    def note_rank(self, rank: int, found: Availability) -> None:
+    def note_rank(self, rank: int, availability: Availability) -> None:
         raise AssertionError("there is one rank")
 
     def page_counts(self) -> dict[str, float]:

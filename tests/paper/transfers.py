@@ -104,7 +104,7 @@ class PaperTransfers:
     def is_listed(self, key: bytes) -> bool:
         return key in self.disk
 
-    def note_rank(self, rank: int, found: Availability) -> None:
+    def note_rank(self, rank: int, availability: Availability) -> None:
         raise AssertionError("there is one rank")
 
     def page_counts(self) -> dict[str, float]:

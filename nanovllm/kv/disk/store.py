@@ -127,15 +127,15 @@ class DiskStore:
         """Return True if the disks of all ranks are written to."""
         return self._health.can_write and self._on_others.writes
 
-    def note_rank(self, rank: int, found: Availability) -> None:
+    def note_rank(self, rank: int, availability: Availability) -> None:
         """Note whether another rank's disk is in use, on rank 0."""
         with self._counting:
-            self._others[rank] = found
+            self._others[rank] = availability
             reads, writes = zip(*self._others.values(), strict=True)
             self._on_others = Availability(all(reads), all(writes))
-        stopped = " and ".join(n for n, can in found._asdict().items() if not can)
-        said = f"rank {rank} stops its {stopped}" if stopped else f"rank {rank} is in use again"
-        log.info("%s: %s, which all ranks follow", self._where, said)
+        stopped = " and ".join(n for n, can in availability._asdict().items() if not can)
+        state = f"rank {rank} stops its {stopped}" if stopped else f"rank {rank} is in use again"
+        log.info("%s: %s, which all ranks follow", self._where, state)
 
     def _may_hold(self, key: bytes) -> bool:
         """Return True if a read may succeed. Ranks other than 0 also try files not yet found."""
