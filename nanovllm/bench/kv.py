@@ -210,16 +210,16 @@ def numbers_below(plan: MemoryPlan, length: int) -> dict[str, float]:
     cache, size, layout = plan.recipe.cache, plan.resolved.page_tokens, plan.resolved.layout
     if not cache.host_gib:
         return {}
-    found, page_bytes = dict[str, float](), host_page_bytes(layout, size)
+    row, page_bytes = dict[str, float](), host_page_bytes(layout, size)
     if cache.disk is not None:
         pages = int(cache.disk.gib * GIB) // file_bytes(page_bytes) // plan.resolved.mesh.size
-        found |= {"pages on disk": pages, "tokens on disk": pages * size}
+        row |= {"pages on disk": pages, "tokens on disk": pages * size}
     if plan.gpu.gb_per_s:
         token_s = plan.prefill_s(1, length) / length
         parts = -(-layout.bytes_per_state // page_bytes)  # each is read like a page
         pays = break_even(token_s, page_bytes / size, parts * page_bytes)
-        found |= {f"loads from {name} pay from, tokens": math.ceil(n) for name, n in pays.items()}
-    return found
+        row |= {f"loads from {name} pay from, tokens": math.ceil(n) for name, n in pays.items()}
+    return row
 
 
 def draw(path: Path, profile: Profile) -> None:

@@ -26,7 +26,7 @@ class ReadAdapter(NamedTuple):
 
     message: LoadAdapter
     number: int
-    found: AdapterContent | str
+    result: AdapterContent | str
 
 
 class AdapterChanges:

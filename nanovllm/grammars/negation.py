@@ -63,8 +63,8 @@ class Opposite:
             yield Facts(number=Number(no_multiples=frozenset({Fraction(1)})))
 
     def _values(self) -> Iterator[Facts]:
-        given = self._given
-        values = [given["const"]] if "const" in given else given["enum"]
+        schema = self._given
+        values = [schema["const"]] if "const" in schema else schema["enum"]
         known = self._reader.keywords.valued(values if isinstance(values, list) else [], self._path)
         if any(facts.array or facts.object for facts in known):
             raise InexactError("objects or arrays as values")
@@ -81,18 +81,18 @@ class Opposite:
 
     def _counts(self) -> Iterator[Facts]:
         """Negate the limits on lengths and on the numbers of items and properties."""
-        given, reader, path = self._given, self._reader.keywords, self._path
-        low, high = reader.counts(given, path, "minLength", "maxLength")
+        schema, reader, path = self._given, self._reader.keywords, self._path
+        low, high = reader.counts(schema, path, "minLength", "maxLength")
         if low:
             yield Facts(text=String(high=low - 1))
         if high is not None:
             yield Facts(text=String(low=high + 1))
-        low, high = reader.counts(given, path, "minItems", "maxItems")
+        low, high = reader.counts(schema, path, "minItems", "maxItems")
         if low:
             yield Facts(array=Array(high=low - 1))
         if high is not None:
             yield Facts(array=Array(low=high + 1))
-        low, high = reader.counts(given, path, "minProperties", "maxProperties")
+        low, high = reader.counts(schema, path, "minProperties", "maxProperties")
         if low:
             yield Facts(object=Object(high=low - 1))
         if high is not None:

@@ -44,12 +44,12 @@ def spellings(module: str) -> list[str]:
 
     Only modules of a mixture of experts have other names in a checkpoint.
     """
-    found, parts = [module], module.split(".")
+    names, parts = [module], module.split(".")
     if "experts" in parts or parts[-2:] == ["mlp", "gate"]:
-        found.append(".".join(IN_CHECKPOINT.get(part, part) for part in parts))
-        found.append(".".join("mlp" if p == "block_sparse_moe" else p for p in found[1].split(".")))
-    inner = [name.removeprefix("model.") for name in found if name.startswith("model.")]
-    return list(dict.fromkeys(found + [TEXT_MODEL + name for name in inner]))
+        names.append(".".join(IN_CHECKPOINT.get(part, part) for part in parts))
+        names.append(".".join("mlp" if p == "block_sparse_moe" else p for p in names[1].split(".")))
+    inner = [name.removeprefix("model.") for name in names if name.startswith("model.")]
+    return list(dict.fromkeys(names + [TEXT_MODEL + name for name in inner]))
 
 
 class ExpertParts(NamedTuple):

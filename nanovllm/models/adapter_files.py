@@ -87,13 +87,13 @@ def files_of(folder: Path, name: str, peft: Modules) -> AdapterFiles:
             both = f"{spelled[module]} and {match[1]}"
             raise ConfigError(f"adapter {name}: {both} are names of the same module")
         halves.setdefault(module, {})[match[2]] = tensor
-    for module, found in halves.items():
-        if len(found) < 2:
-            half = "B" if "A" in found else "A"
+    for module, pair in halves.items():
+        if len(pair) < 2:
+            half = "B" if "A" in pair else "A"
             raise ConfigError(f"adapter {name}: {module} has no lora_{half}.weight")
     if not halves:
         raise ConfigError(f"adapter {name}: {WEIGHTS} has no tensors")
-    pairs = {module: (found["A"], found["B"]) for module, found in halves.items()}
+    pairs = {module: (pair["A"], pair["B"]) for module, pair in halves.items()}
     return AdapterFiles(name, peft, pairs, spelled)
 
 

@@ -241,9 +241,9 @@ def residual_rule(fields: Eagle3Fields, path: Path) -> bool:
     return bool(fields.norm_before_residual)
 
 
-def given_or_stored(given: tuple[bool | None, ...], stored: bool) -> bool:
+def given_or_stored(choices: tuple[bool | None, ...], stored: bool) -> bool:
     """Return a flag of config.json, or without one whether the file has the tensor."""
-    return next((flag for flag in given if flag is not None), stored)
+    return next((flag for flag in choices if flag is not None), stored)
 
 
 def qk_norm_of(fields: Eagle3Fields, stored: Mapping[str, Stored]) -> QKNorm:

@@ -57,15 +57,15 @@ def checked(options: Adapters, name: str, layout: AdapterLayout) -> AdapterFiles
     return files
 
 
-def adapter_memory(asked: Adapters, model: Decoder, dtype: torch.dtype) -> AdapterMemory:
+def adapter_memory(options: Adapters, model: Decoder, dtype: torch.dtype) -> AdapterMemory:
     """Return the memory of a rank's adapters. The model may have no data.
 
     All dummy adapters are one copy on the host.
     """
-    layout, found = layout_of(asked, model)
-    ranks = [files.peft.config.most_rank for files in found]
-    on_host = ranks[:1] if asked.is_dummy else ranks
-    return memory_of_ranks(layout, dtype, num_rank_pages(asked, ranks), on_host)
+    layout, adapters = layout_of(options, model)
+    ranks = [files.peft.config.most_rank for files in adapters]
+    on_host = ranks[:1] if options.is_dummy else ranks
+    return memory_of_ranks(layout, dtype, num_rank_pages(options, ranks), on_host)
 
 
 def memory_of_ranks(

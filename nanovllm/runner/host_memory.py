@@ -54,20 +54,20 @@ def host_share(num_ranks: int, num_engines: int = 1) -> int:
     return share
 
 
-def host_left(found: Resolved, split: Split, adapters: AdapterMemory) -> int:
+def host_left(resolved: Resolved, split: Split, adapters: AdapterMemory) -> int:
     """Return the bytes of a rank's share after checkpoints, pages and adapters in host memory.
 
     Raise ConfigError with the arithmetic if they do not fit.
     """
-    cache, left = found.recipe.cache, host_share(found.mesh.size, found.recipe.parallel.dp)
+    cache, left = resolved.recipe.cache, host_share(resolved.mesh.size, resolved.recipe.parallel.dp)
     if split.host_bytes > left:
         raise ConfigError(
             f"cache.checkpoint_host_gib: a rank's checkpoints take {gib(split.host_bytes)}; this "
             f"machine has {gib(left)} available for it"
         )
     left -= split.host_bytes
-    below = num_host_pages(cache, found.layout, found.page_tokens)
-    below_bytes = below * host_page_bytes(found.layout, found.page_tokens)
+    below = num_host_pages(cache, resolved.layout, resolved.page_tokens)
+    below_bytes = below * host_page_bytes(resolved.layout, resolved.page_tokens)
     if below_bytes > left:
         raise ConfigError(
             f"cache.host_gib: a rank's {below:,} pages in host memory take {gib(below_bytes)}; "

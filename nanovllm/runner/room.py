@@ -106,8 +106,8 @@ def less_cache(need: Need, before: str) -> Iterator[tuple[str, Need]]:
 def need_of(resolved: Resolved) -> Need:
     recipe, device, cache = resolved.recipe, resolved.device, resolved.recipe.cache
     model, models = resolved.empty_models(torch.device("meta"))
-    asked = recipe.adapters
-    adapters = NO_ADAPTERS if asked is None else adapter_memory(asked, model, resolved.dtype)
+    options = recipe.adapters
+    adapters = NO_ADAPTERS if options is None else adapter_memory(options, model, resolved.dtype)
     page_bytes = resolved.layout.bytes_per_token * resolved.page_tokens
     slots = int(recipe.schedule.slots)
     pages = given_or(cache.pages, slots * -(-resolved.max_model_tokens // resolved.page_tokens))

@@ -149,27 +149,27 @@ class Replicas(Engines):
     async def connect(
         cls, paths: Sequence[str], recipe: Recipe, first_life: bool = True
     ) -> Replicas:
-        made: list[Replicas] = []
+        replicas: list[Replicas] = []
 
         def lost(index: int) -> None:  # during startup the supervisor ends all engines
-            if made:
-                made[0].lost(index)
+            if replicas:
+                replicas[0].lost(index)
 
         waiting = [EngineClient.connect(path, partial(lost, at)) for at, path in enumerate(paths)]
         if first_life:
-            made.append(cls(await asyncio.gather(*waiting), paths, recipe))
-            return made[0]
+            replicas.append(cls(await asyncio.gather(*waiting), paths, recipe))
+            return replicas[0]
         tasks = [asyncio.ensure_future(one) for one in waiting]
         clients = await those_ready(tasks)
         ready = next(client for client in clients if client is not None).ready
         placeholders = [client or EngineClient.absent(ready) for client in clients]
-        made.append(cls(placeholders, paths, recipe))
+        replicas.append(cls(placeholders, paths, recipe))
         for at, (client, task) in enumerate(zip(clients, tasks, strict=True)):
             if client is None:
-                made[0].connect_later(at, task)
+                replicas[0].connect_later(at, task)
             elif client.is_lost:
-                made[0].lost(at)
-        return made[0]
+                replicas[0].lost(at)
+        return replicas[0]
 
     def route(self, request: ChatRequest, prompt: Prompt, adapter: str = "") -> Route:
         loads: list[float | None] = [

@@ -91,10 +91,10 @@ def test_weights_and_cache_of_both_models_are_planned_for() -> None:
     gpu = gpu_of("h200")
     before, after = plan_of(plain, gpu, 1), plan_of(both, gpu, 1)
     small = plan_of(load_config("qwen3-0.6b", [DUMMY[0]]), gpu, 1)
-    assert after.used[WEIGHTS] == before.used[WEIGHTS] + small.taken[WEIGHTS]
-    assert after.found.layout.bytes_per_token == 147_456 + 114_688
-    assert [group.layers[0] for group in after.found.layout.paged] == [0, 36]
-    assert after.found.own_layout == before.found.layout
+    assert after.used[WEIGHTS] == before.used[WEIGHTS] + small.used[WEIGHTS]
+    assert after.resolved.layout.bytes_per_token == 147_456 + 114_688
+    assert [group.layers[0] for group in after.resolved.layout.paged] == [0, 36]
+    assert after.resolved.own_layout == before.resolved.layout
     assert after.decode_s(1, 1000) == before.decode_s(1, 1000)
     one, two = (need_of(resolve_config(replace_device(config))) for config in (plain, both))
     assert (

@@ -78,12 +78,12 @@ def test_an_eagle3_head_is_planned_for(tmp_path: Path) -> None:
     speculate = ["speculate.method=eagle3", f"speculate.model={path}"]
     plain = plan_of(load_config("qwen3-8b", [DUMMY]), gpu_of("h200"), 1)
     both = plan_of(load_config("qwen3-8b", [DUMMY, *speculate]), gpu_of("h200"), 1)
-    assert both.found.layout.bytes_per_token - plain.resolved.layout.bytes_per_token == 4096
+    assert both.resolved.layout.bytes_per_token - plain.resolved.layout.bytes_per_token == 4096
     size, inner, heads, kv = 4096, 12_288, 32 * 128, 8 * 128
     products = 3 * size * size + 2 * size * (heads + 2 * kv) + heads * size + 3 * size * inner
     weights = products + 32_000 * size + 4 * size
-    table = both.found.max_model_tokens * 128 * 4  # float32
-    assert both.taken[WEIGHTS] - plain.used[WEIGHTS] == 2 * weights + table
+    table = both.resolved.max_model_tokens * 128 * 4  # float32
+    assert both.used[WEIGHTS] - plain.used[WEIGHTS] == 2 * weights + table
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_mtp_is_planned_for(model: str, cache: int, weights: int) -> None:
     """Neither the embedding nor the output head is counted twice."""
     plain = plan_of(load_config(model, [DUMMY]), gpu_of("h200"), 1)
     both = plan_of(load_config(model, [DUMMY, "speculate.method=mtp"]), gpu_of("h200"), 1)
-    assert both.found.layout.bytes_per_token - plain.resolved.layout.bytes_per_token == cache
-    assert both.taken[WEIGHTS] - plain.used[WEIGHTS] == weights
+    assert both.resolved.layout.bytes_per_token - plain.resolved.layout.bytes_per_token == cache
+    assert both.used[WEIGHTS] - plain.used[WEIGHTS] == weights
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])

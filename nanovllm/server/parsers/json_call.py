@@ -72,16 +72,16 @@ class JsonCall:
     def _entry(self) -> Reader[bool]:
         """Read a key and its value; return True if they may belong to a call."""
         source = self._source
-        if (found := (yield from key(source, ignore))) is None:
+        if (name := (yield from key(source, ignore))) is None:
             return False
         yield from source.space()
-        if found in NAMES and not self._name:
-            if found == '"function"' and (yield from source.peek()) == "{":
+        if name in NAMES and not self._name:
+            if name == '"function"' and (yield from source.peek()) == "{":
                 return (yield from self._wrapped())
             return (yield from self._named())
-        if found in ARGUMENTS and self._early is None and not self.is_started:
+        if name in ARGUMENTS and self._early is None and not self.is_started:
             return (yield from self._arguments())
-        return found in REMARKS and (yield from value(source, ignore))
+        return name in REMARKS and (yield from value(source, ignore))
 
     def _wrapped(self) -> Reader[bool]:
         self._depth += 1

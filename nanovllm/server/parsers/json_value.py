@@ -105,13 +105,13 @@ def key(source: Source, take: Take) -> Reader[str | None]:
     `take` receives the text read in either case.
     """
     take((yield from source.space()))
-    if (yield from source.peek()) != '"' or (found := (yield from string(source, take))) is None:
+    if (yield from source.peek()) != '"' or (text := (yield from string(source, take))) is None:
         return None
     take((yield from source.space()))
     if not (yield from source.literal(":")):
         return None
     take(":")
-    return found
+    return text
 
 
 def string(source: Source, take: Take = ignore) -> Reader[str | None]:
