@@ -221,6 +221,11 @@ def listening(server: Server) -> Iterator[list[socket.socket]]:
 
     Raise ConfigError if a port cannot be used.
     """
+    if server.metrics_port == server.port != 0:
+        raise ConfigError(
+            f"server.metrics_port is {server.port}, which is server.port; choose another, or 0 for "
+            "any free port"
+        )
     ports = [server.port, *([] if server.metrics_port is None else [server.metrics_port])]
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(listen(server.host, port)) for port in ports]

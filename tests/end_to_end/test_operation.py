@@ -359,6 +359,14 @@ def test_a_port_that_is_taken_is_one_line() -> None:
     assert line == f"error: cannot listen on 127.0.0.1:{port}: Address already in use"
 
 
+def test_one_port_cannot_be_both_that_of_the_api_and_that_of_metrics() -> None:
+    line = refused(*FAST, "--port", "8123", "--set", "server.metrics_port=8123")
+    assert line == (
+        "error: server.metrics_port is 8123, which is server.port; choose another, or 0 for any "
+        "free port"
+    )
+
+
 @pytest.mark.parametrize("host", ["a..b", "1:2:3", "256.1.1.1", "\u00e4" * 70])
 def test_a_host_that_is_none_is_one_line(host: str) -> None:
     with pytest.raises(ConfigError, match=r"^cannot listen on .+: .+$"):
