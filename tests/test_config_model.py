@@ -69,7 +69,7 @@ def test_the_first_layers_of_a_model_are_asked_for(tmp_path: Path) -> None:
             "unknown key model.layers; a model has model.name, model.num_layers",
         ),
         ("model: {num_layers: x}", "num_layers is 'x'; it must be a whole number or auto"),
-        ("model: {name: 3}", "model is 3; it must be text"),
+        ("model: {name: 3}", """model is 3; it must be text, in quotes for YAML, as in '"1"'"""),
     ],
 )
 def test_a_model_with_keys_that_are_wrong(text: str, said: str, tmp_path: Path) -> None:

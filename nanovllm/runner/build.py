@@ -229,9 +229,8 @@ def with_caches(
             device=device,
         )
         num_pages = resolved.mesh.least(fitting)
-        fitting_context = resolved.context_in(num_pages)
-        if fitting_context < most:
-            most = fitting_context
+        if resolved.context_in(num_pages) < most:
+            most = resolved.context_in(num_pages)
             prep, sampler = prep_and_sampler(resolved, most)
     checkpoints = Split(num_pages, recipe.cache, layout, page_tokens).checkpoints
     sized = replace(
