@@ -117,11 +117,12 @@ def test_every_expression_of_the_dashboard_finds_its_metric(paper: Server) -> No
 
         eventually(has_told)
         assert not [name for name in samples if "spec_decode" in name]
-        # Of a recipe that speculates and has host memory for pages.
+        # Of a recipe that speculates, and has host memory for pages and adapters.
         tiers = {"host.pages": 1.0, "host.hit_tokens": 0.0, "host.load_bytes": 0.0}
         tiers |= {"host.store_bytes": 0.0, "host.stored": 0.0}
-        drafted = Stats(accepted_by_position=[0], tiers=tiers)
-        seen = Seen(ready=READY, stats=drafted, metrics=Metrics())
+        adapters = {"running": {"pirate": 1}, "waiting": {"pirate": 0}}
+        stats = Stats(accepted_by_position=[0], tiers=tiers, adapter_slots=2, adapters=adapters)
+        seen = Seen(ready=READY, stats=stats, metrics=Metrics())
         tell(render([seen], [counted([seen], HttpCounts())]).decode())
     asked = expressions()
     named = {name for expression in asked for name in NAME.findall(expression)}
@@ -150,4 +151,5 @@ def test_the_dashboard_shows_what_an_operator_asks_for() -> None:
         "vllm:spec_decode_num_accepted_tokens_total",
         "vllm:external_prefix_cache_hits_total",
         "nanovllm:tier_pages",
+        "nanovllm:adapter_requests",
     }

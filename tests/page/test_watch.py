@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import pytest
@@ -23,11 +24,11 @@ def paper() -> Iterator[Server]:
 
 
 @contextmanager
-def streams(server: Server, count: int, max_tokens: int) -> Iterator[None]:
+def streams(server: Server, count: int, **fields: Any) -> Iterator[None]:
     """Run `count` requests, each on a separate connection, until the block ends."""
 
     async def one(client: httpx.AsyncClient, number: int) -> None:
-        body = asked(f"Number {number}: go on.", max_tokens=max_tokens, stream=True)
+        body = asked(f"Number {number}: go on.", stream=True) | fields
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
             async for _ in response.aiter_bytes():
                 if stopped.is_set():
@@ -232,6 +233,34 @@ def test_one_of_several_engines(driver) -> None:
         assert httpx.get(f"{server.url}/debug/steps?engine=2").status_code == 400
     finally:
         assert server.stop() == 0
+
+
+def test_requests_by_adapter(driver) -> None:
+    """The page of a server with adapters has a table of them. The engine has one slot."""
+    options = ("adapters={folder: demo, slots: 3}", "schedule.slots=1")
+    server = start(*(part for one in options for part in ("--set", one)), "--device", "cpu")
+
+    def rows() -> list[list[str]]:
+        return page.each("#adapters tr", "[...one.children].map((cell) => cell.textContent)")
+
+    try:
+        page = Page(driver, server.url, "#watch")
+        head = ["Name", "Running", "Waiting"]
+        page.until(lambda: rows() == [head, ["pirate", "0", "0"]])
+        assert page.one("#adapters").is_displayed()
+        assert page.text("#adapters p").endswith(" The device has room for 3 adapters.")
+        with streams(server, 3, model="pirate", max_tokens=3000, ignore_eos=True):
+            page.until(lambda: rows() == [head, ["pirate", "1", "2"]])
+        page.until(lambda: rows() == [head, ["pirate", "0", "0"]])
+        assert page.complaints() == []
+    finally:
+        assert server.stop() == 0
+
+
+def test_a_server_without_adapters_has_no_table_of_them(driver, paper) -> None:
+    page = Page(driver, paper.url, "#watch")
+    page.until(lambda: page.text("[data-total='steps']") != "-")  # the metrics were read
+    assert page.one("#adapters").get_property("hidden") and not page.all("#adapters tbody tr")
 
 
 def test_preemption_can_be_watched_in_the_demo(driver) -> None:

@@ -263,3 +263,35 @@ def test_the_chart_of_the_cache_has_the_tiers_of_the_recipe(driver, idle) -> Non
     """)  # noqa: E501
     assert shown == [[], ["host in use 25 %"], ["host in use 75 %"]]
     assert page.complaints() == []
+
+
+def test_the_table_of_adapters_follows_the_engine_s_adapters(driver, idle) -> None:
+    """An adapter that is unloaded loses its row, and without any the table is hidden."""
+    page = Page(driver, idle.url, "#watch")
+    page.resize(340, 700)
+    shown = driver.execute_async_script("""
+        const done = arguments[0];
+        Promise.all([import("/page/adapters.js"), import("/page/metrics.js")]).then(([adapters, metrics]) => {
+            const table = new adapters.AdapterTable();
+            document.getElementById("watch").append(table.node);
+            const info = 'vllm:lora_requests_info{engine="0",max_lora="1"} 5';
+            const line = (engine, adapter, state, count) => `nanovllm:adapter_requests{engine="${engine}",adapter="${adapter}",state="${state}"} ${count}`;
+            const one = [line(0, "a", "running", 1200), line(1, "a", "running", 7), line(0, "a", "waiting", 3)];
+            const two = [...one, line(0, "b".repeat(64), "running", 0), line(0, "b".repeat(64), "waiting", 0)];
+            done([[], two, one, []].map((lines, at) => {
+                table.take(new metrics.Reading([info, ...lines].join("\\n"), at, 0));
+                const rows = [...table.node.querySelectorAll("tbody tr")];
+                const fits = table.node.querySelector("table").getBoundingClientRect().right <= innerWidth;
+                return [table.node.hidden, fits, rows.map((row) => [...row.children].map((cell) => cell.textContent))];
+            }).concat(table.node.querySelector("p").textContent));
+        }).catch((error) => done(String(error)));
+    """)  # noqa: E501
+    first = ["a", "1,200", "3"]
+    assert shown == [
+        [True, True, []],
+        [False, True, [first, ["b" * 64, "0", "0"]]],
+        [False, True, [first]],
+        [True, True, []],
+        "Requests by adapter. The device has room for 1 adapter.",
+    ]
+    assert page.complaints() == []

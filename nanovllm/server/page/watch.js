@@ -1,6 +1,7 @@
 // Watch: the scheduler's steps as a moving picture. Owns the parts of the view and polls the server
 // for their data; while the view is hidden, there is no polling.
 
+import { AdapterTable } from "./adapters.js";
 import * as api from "./api.js";
 import { Axis, bandHead, LANES_LEGEND, sentences, Strip, STRIPS } from "./bands.js";
 import { CurveBoard } from "./curves.js";
@@ -130,6 +131,7 @@ class Watch {
     if (engine !== this._engine) return;
     this._curves.take(reading, this._history.firstTokens(this._history.now - 60));
     this._tiles.showTotals(reading, this._curves.medians);
+    this._adapters.take(reading);
   }
 
   _report(text) {
@@ -146,6 +148,7 @@ class Watch {
     this._lanes = new Lanes((request) => this._chooseRequest(request), (by) => this._move(by));
     this._strips = STRIPS.map((spec) => new Strip(spec));
     this._axis = new Axis();
+    this._adapters = new AdapterTable();
     this._life = el("aside", { id: "life", ariaLabel: "Events of a request", hidden: true });
     this._state = el("p", { className: "quiet", id: "said", role: "status" });
     const lanes = bandHead("Requests by slot", LANES_LEGEND).node;
@@ -164,6 +167,7 @@ class Watch {
         ),
         this._life,
       ),
+      this._adapters.node,
       this._curves.node,
       this._tiles.totals,
     );
