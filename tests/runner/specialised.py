@@ -329,7 +329,7 @@ def built_for(notes: Notes) -> Callable[..., build.Built]:
     def make(config: Config, _: object = None) -> build.Built:
         has_peers = config.recipe.kernels.exchange != "torch"
         mesh = first_of(config.recipe.parallel.tp, has_peers=has_peers)
-        found = resolved.resolved(config, mesh)
+        found = resolved.resolve_config(config, mesh)
         model = found.empty_model(torch.device("cpu"))
         for job in build.jobs_of(found, model):
             notes.note(job.function, (("kind", job.arguments),))
