@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import given, settings, strategies as st
 
 from nanovllm.kv.memory import KVMemory
@@ -274,3 +275,19 @@ def test_every_request_is_served_in_a_bounded_number_of_steps(
     traffic.finished.update(one.reason for one in traffic.scheduler.output().finished)
     assert traffic.finished.total() == traffic.submitted
     assert {*traffic.finished} <= {FinishReason.LENGTH, FinishReason.ABORT}
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_rare_adapters_do_not_starve_beside_common_ones(num_slots: int) -> None:
+    """Each step brings a request of one of as many common adapters as there are slots."""
+    traffic, rng = Traffic(num_slots), np.random.default_rng(num_slots)
+    for at in range(1, len(NAMES) + 1):
+        traffic.operate("load", at, 1)
+    longest = 0
+    for step in range(300):
+        traffic.operate("submit", 1 + step % num_slots, MAX_NEW - 1)
+        if step % 20 == 10:
+            traffic.operate("submit", int(rng.integers(num_slots, len(NAMES))) + 1, MAX_NEW - 1)
+        traffic.operate("step", 0, 0)
+        longest = max(longest, traffic.num_steps_first)
+    assert 0 < longest <= MOST_STEPS
