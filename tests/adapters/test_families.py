@@ -27,6 +27,7 @@ SPLIT = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama gqa 3, head_dim 8": dict(target_modules="all-linear"),
     "qwen3_moe": dict(target_modules="all-linear"),
+    "qwen3_moe 7, top 1, dense between": dict(target_modules="all-linear", r=9, use_rslora=True),
     "minimax_m2": dict(target_modules=ATTENTION, target_parameters=[*EXPERTS, "mlp.gate.weight"]),
     "deepseek_v3": dict(target_modules=[*LATENT, *SHARED], target_parameters=EXPERTS),
     "deepseek_v3 q plain, dense 3, yarn 1": dict(target_modules="all-linear", r=17),
