@@ -243,7 +243,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPlan]:
     def measure(config: Config, plan: MemoryPlan) -> MemoryPlan:
         asked.append(plan)
         more = plan.used[kv.WEIGHTS] // 100
-        return dataclasses.replace(plan, taken=plan.used | {STEP: plan.used[STEP] + more})
+        return dataclasses.replace(plan, used=plan.used | {STEP: plan.used[STEP] + more})
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
@@ -257,11 +257,11 @@ def test_the_gpu_that_is_here_also_measures(here: list[MemoryPlan]) -> None:
     found = kv.profile(config, None, (1, 2, 3), ())
     assert found.title.startswith("Qwen/Qwen3-8B on H200, 140 GiB")
     assert [*found.columns] == ["tp 1", "tp 1 measured", "tp 2", "tp 2 measured"]
-    assert found.said[0].startswith("tp 1: fits; computed / measured: taken 0.99")
+    assert found.notes[0].startswith("tp 1: fits; computed / measured: taken 0.99")
     assert "tp 1 measured: full step, GiB" in found.metrics
     assert found.pinned is found.plans["tp 1"] and len(here) == 2
     ratio = found.metrics["tp 1: tokens"] / found.metrics["tp 1 measured: tokens"]
-    assert 1 < ratio < 1.03 and f"tokens {ratio:.4f}" in found.said[0]
+    assert 1 < ratio < 1.03 and f"tokens {ratio:.4f}" in found.notes[0]
 
 
 def test_another_gpu_and_what_does_not_fit_are_not_measured(here: list[MemoryPlan]) -> None:

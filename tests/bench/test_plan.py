@@ -104,8 +104,8 @@ def test_models_by_hand_and_the_pages_that_an_h200_had(
 
 def test_a_cache_of_8_bits_takes_half() -> None:
     wide, narrow = on_h200("qwen3-8b"), on_h200("qwen3-8b", "cache.dtype=fp8")
-    assert narrow.found.layout.bytes_per_token == wide.found.layout.bytes_per_token // 2
-    more = narrow.taken[STEP] - wide.taken[STEP]
+    assert narrow.resolved.layout.bytes_per_token == wide.resolved.layout.bytes_per_token // 2
+    more = narrow.used[STEP] - wide.used[STEP]
     assert more == -2 * page_bytes(narrow)
     assert narrow.pages == pytest.approx(2 * wide.pages, rel=0.02)
     assert "cache: {dtype: fp8, page_tokens: 128" in pins(narrow)
@@ -113,12 +113,12 @@ def test_a_cache_of_8_bits_takes_half() -> None:
 
 def test_a_full_step_as_it_was_measured() -> None:
     """The 70B model on an H200 needs 356.2 MiB, as in results/h200-x1/kv."""
-    assert round(on_h200("r1-distill-llama-70b").taken[STEP] / MIB, 1) == 356.2
+    assert round(on_h200("r1-distill-llama-70b").used[STEP] / MIB, 1) == 356.2
 
 
 def test_without_the_fused_gate_a_step_takes_more() -> None:
     fused, apart = (plan_of(config_of("qwen3-8b"), gpu_of(name), 1) for name in ("h200", "b200"))
-    assert apart.taken[STEP] - fused.taken[STEP] == 2 * 8448 * 2 * 12288
+    assert apart.used[STEP] - fused.used[STEP] == 2 * 8448 * 2 * 12288
 
 
 @pytest.mark.parametrize(("tp", "heads"), [(1, 8), (2, 4), (4, 2), (8, 1), (16, 1), (32, 1)])
@@ -162,7 +162,7 @@ def test_weights_counted_from_shapes_are_those_loaded() -> None:
     assert draft_model is None
     held = {t.data_ptr(): t.untyped_storage().nbytes() for t in model.state_dict().values()}
     held[model.cos_sin_LA.data_ptr()] = model.cos_sin_LA.nbytes
-    assert plan_of(config, CPU, 1).taken[WEIGHTS] == sum(held.values())
+    assert plan_of(config, CPU, 1).used[WEIGHTS] == sum(held.values())
 
 
 def test_a_state_is_a_cache_as_well() -> None:
@@ -181,10 +181,10 @@ def test_the_states_of_a_hybrid_model_come_first_then_checkpoints_and_pages() ->
     assert plan.problem([32768]) == "" and "checkpoints: 149" in pins(plan)
     short = on_h200("qwen3-next-80b-a3b", "quantize=fp8", "parallel.tp=1", "schedule.slots=64",
                     "cache.state_dtype=bfloat16")  # fmt: skip
-    assert short.taken[STATES] == 65 * 36 * (8192 * 3 * 2 + 2 * 32 * 128 * 128)
+    assert short.used[STATES] == 65 * 36 * (8192 * 3 * 2 + 2 * 32 * 128 * 128)
     assert "cache: {state_dtype: bfloat16, page_tokens: " in pins(short)
     dense = on_h200("qwen3-8b")
-    assert dense.taken[STATES] == 0 and "checkpoints" not in pins(dense)
+    assert dense.used[STATES] == 0 and "checkpoints" not in pins(dense)
     none = on_h200("qwen3-next-80b-a3b", "quantize=fp8", "parallel.tp=1", "cache.checkpoints=0")
     assert none.split.bytes["checkpoints"] == 0
     assert plan.pages // plan.pages_of(500) > 64  # but the number of states is the limit
@@ -204,7 +204,7 @@ def test_pages_in_the_hosts_memory_are_planned() -> None:
 def test_checkpoints_in_the_hosts_memory_are_planned() -> None:
     shape = ("qwen3-next-80b-a3b", "quantize=fp8", "parallel.tp=1", "schedule.slots=64")
     on_device, plan = on_h200(*shape), on_h200(*shape, "cache.checkpoint_host_gib=64")
-    assert plan.room == on_device.room and plan.used == on_device.taken
+    assert plan.room == on_device.room and plan.used == on_device.used
     assert plan.split.bytes["checkpoints"] == 0
     assert plan.pages / on_device.pages == pytest.approx(1 / 0.75, rel=0.01)
     found = numbers(plan, [500])
@@ -248,16 +248,16 @@ def test_problems() -> None:
 def test_the_nearest_has_more_gpus_then_smaller_steps_then_a_shorter_context() -> None:
     config = config_of("r1-distill-llama-70b")
     more = nearest(config, H200, [32000])
-    assert more is not None and more.found.mesh.tp_size == 2
-    assert more.found.recipe.schedule.slots == 32
+    assert more is not None and more.resolved.mesh.tp_size == 2
+    assert more.resolved.recipe.schedule.slots == 32
     small = gpu_of("mine:20.7")
     smaller = nearest(config, small, [32000])
-    assert smaller is not None and smaller.found.mesh.tp_size == 8
-    schedule = smaller.found.recipe.schedule
+    assert smaller is not None and smaller.resolved.mesh.tp_size == 8
+    schedule = smaller.resolved.recipe.schedule
     assert (schedule.slots, schedule.step_tokens) == (16, 1024)
     assert smaller.problem([32000]) == ""
     shorter = nearest(config, gpu_of("mine:20.3"), [32000])
-    assert shorter is not None and shorter.found.mesh.tp_size == 8 and shorter.context == 21120
+    assert shorter is not None and shorter.resolved.mesh.tp_size == 8 and shorter.context == 21120
     assert nearest(config, gpu_of("mine:16"), [32000]) is None
 
 
@@ -369,7 +369,7 @@ def test_copies_of_experts_take_room(tmp_path: Path) -> None:
     plain, more = (
         on_h200("qwen3-30b-a3b", *ep, *keys, tp=4) for keys in ((), (f"experts.placement={path}",))
     )
-    assert more.taken[WEIGHTS] - plain.used[WEIGHTS] == 48 * 2 * 3 * 768 * 2048
+    assert more.used[WEIGHTS] - plain.used[WEIGHTS] == 48 * 2 * 3 * 768 * 2048
     assert pins(more).startswith("parallel: {tp: 4, ep: 4}\n")
     found = nearest(config_of("qwen3-30b-a3b", *ep, f"experts.placement={path}"), H200, [500])
     assert found is not None and found.resolved.mesh.tp_size == 4
@@ -461,7 +461,7 @@ def test_r1_over_eight_ranks_by_hand() -> None:
     flops = 2 * 32000 * active + pairs + 2 * 8 * 2048 * hidden
     assert plan.prefill_s(1, 32000) == pytest.approx(flops / H200.tflops / 1e12, rel=1e-3)
     narrow = on_h200("deepseek-r1", "cache.dtype=fp8", tp=8)
-    assert narrow.found.layout.bytes_per_token == 61 * (512 + 2 * 64 + 16) == 40016
+    assert narrow.resolved.layout.bytes_per_token == 61 * (512 + 2 * 64 + 16) == 40016
     assert narrow.tokens == pytest.approx(plan.tokens * 70272 / 40016, rel=1e-3)
 
 
@@ -490,7 +490,7 @@ def test_drafts_of_every_slot_have_logits() -> None:
     """1,024 slots of Qwen3-0.6B with four rows each need 1.24 GB, more than a prefill."""
     many = "schedule.slots=1024"
     plain, drafting = (
-        on_h200("qwen3-0.6b", many, *more).taken[STEP]
+        on_h200("qwen3-0.6b", many, *more).used[STEP]
         for more in ((), ("speculate.method=ngram", "speculate.tokens=3"))
     )
     columns = 4 * 1025 * (32768 + 1 + 256)

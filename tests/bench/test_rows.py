@@ -67,9 +67,9 @@ def test_adapters_of_both_engines(place: Path) -> None:
     many = ["bs1-256", "bs1-256", "bs1-256-lora1", "bs1-256-lora8"]
     assert names == [*(("nanovllm", n) for n in loads), *(("vllm", n) for n in many)]
     assert [one.changed for one in found[2:]] == [{}] + [{"slots": "8"}] * 3
-    assert "'max_loras': 8, 'max_lora_rank': 16" in found[-1].recipe["command"]
-    folder = place / "nanovllm-peers" / "adapters" / "demo" / "a1"
-    assert read_peft(folder).most_rank == 16
+    assert "max_loras=8, max_lora_rank=16" in found[-1].recipe["command"]
+    folder = place / "nanovllm-peers" / "adapters" / "demo"
+    assert read_peft(folder, "a1").most_rank == 16
 
 
 def test_a_written_adapter_is_served_and_copies_are_equal(place: Path) -> None:
