@@ -43,6 +43,8 @@ RANDOM = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random"
 NO_DEEP_GEMM, TRITON = "VLLM_USE_DEEP_GEMM=0", {"gdn_prefill_backend": "triton"}
 RANK = 16
 ALL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+STREAMS = "--concurrency 64 --num-prompts 512 --input-len 200 --processes 4"
+HTTP = "--streams 1,64,256 --servers 4 --input-len 1000 --output-len 256"
 AGENTS = "--concurrency 16 --sessions 16 --turns 8 --shared-len 4000 --growth 1000-3000"
 AGENTS += " --answers 50-300 --longest 24000 --pauses 2-15 --warmup 0 --processes 4"
 
@@ -76,8 +78,8 @@ def theirs(
 ) -> Row:
     """Return a row of vLLM without HTTP. `settings` are arguments of vllm.LLM."""
     line = ["env", *variables, *PEERS, "offline", recipe, "--only", "vllm", "--workloads", loads]
-    given = ["--theirs", json.dumps(settings)] if settings else []
-    return Row(name, "vllm", [*line, *flags, *given], THEIRS_S + seconds, gpus)
+    arguments = ["--theirs", json.dumps(settings)] if settings else []
+    return Row(name, "vllm", [*line, *flags, *arguments], THEIRS_S + seconds, gpus)
 
 
 def setting(**values: object) -> list[str]:
@@ -174,21 +176,28 @@ def drafted(method: str, rates: Sequence[float], model: str = "") -> tuple[list[
 
     `rates` are shares of all steps in which a draft is accepted, in both engines.
     """
-    own = {"speculate__method": method, "speculate__tokens": len(rates)}
-    own |= {"speculate__accept": [*rates]} | ({"speculate__model": model} if model else {})
-    if method == "draft_model":  # vLLM needs a folder, and ours a config
-        own["speculate__model"] = load_config(model, ["load.format=dummy"]).config_path
-        model = str(folder_for_both(load_config(model, ["load.format=dummy"])))
-    config = {"method": method, "num_speculative_tokens": len(rates)} | (
-        {"model": model} if model else {}
-    )
-    config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [*rates]}
+    own = {
+        "speculate__method": method,
+        "speculate__tokens": len(rates),
+        "speculate__accept": [*rates],
+    }
+    config = {
+        "method": method,
+        "num_speculative_tokens": len(rates),
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": [*rates],
+    }
+    if method == "draft_model":  # vLLM needs a folder, and nanovllm a config
+        small = load_config(model, ["load.format=dummy"])
+        own["speculate__model"], config["model"] = small.config_path, str(folder_for_both(small))
+    elif model:
+        own["speculate__model"] = config["model"] = model
     shown = ",".join(map(str, rates))
     return setting(**own), [*note(f"speculate={method} {shown}"), json.dumps(config)]
 
 
 def drafts(recipe: str) -> Iterator[Row]:
-    """Issue 37: drafts by a head, the model's own layer, a small model, and n-grams."""
+    """Drafts by a head, the model's own layer, a small model, and n-grams."""
     head = str(eagle_head(recipe or DENSE))
     seen: set[str] = set()
     for name, model, loads, method, rates, drafter in (
@@ -216,24 +225,14 @@ def drafts(recipe: str) -> Iterator[Row]:
             name, model, loads, *layers, *alike, *noted, settings=settings, variables=variables
         )
     for name, served in (("ngram-0.6b", SMALL), ("ngram-demo", "recipes/demo.yaml")):
-        line = [
-            *NANOVLLM,
-            "bench",
-            "--start",
-            served,
-            "--concurrency",
-            "64",
-            "--num-prompts",
-            "512",
-        ]
-        line += ["--input-len", "200", "--processes", "4"]
+        line = [*NANOVLLM, "bench", "--start", served, *shlex.split(STREAMS)]
         line += ["--load-format", "dummy"] if served == SMALL else []
         yield Row(f"{name}-base", "nanovllm", line, OURS_S + 15)
         yield Row(name, "nanovllm", [*line, *setting(speculate__method="ngram")], OURS_S + 15)
 
 
 def adapters(recipe: str) -> Iterator[Row]:
-    """Issue 40: 1 and 64 requests, without adapters and with 1, 8 and 64 of them."""
+    """1 and 64 requests, without adapters and with 1, 8 and 64 of them."""
     model = recipe or DENSE
     yield ours("base", model, "bs1,bs64")
     for name, loads, slots, used in (
@@ -265,19 +264,20 @@ def adapters(recipe: str) -> Iterator[Row]:
 
 
 def agents(recipe: str) -> Iterator[Row]:
-    """Issue 38: agents of 260,000 tokens, a GPU's cache of 87,000, and 40 GiB of host memory."""
+    """Agents of 260,000 tokens, a GPU's cache of 87,000, and 40 GiB of host memory."""
     line = [*PEERS, "online", recipe or DENSE, "--streams", "agents", *shlex.split(AGENTS)]
     for name, also in (("off", []), ("on", setting(cache__host_gib=40))):
         own = [*line, "--servers", "4", *setting(cache__pages=680), *also, "--only", "nanovllm"]
         yield Row(name, "nanovllm", own, OURS_S + 110)
-    limit = {"num_gpu_blocks_override": 5440, "enable_prompt_tokens_details": True}
-    for name, more in (("off", {}), ("on", {"kv_offloading_size": 40})):
-        given = ["--servers", "4", "--theirs", json.dumps(limit | more), "--only", "vllm"]
-        yield Row(name, "vllm", [*line, *given], THEIRS_S + 130)
+    settings = {"num_gpu_blocks_override": 5440, "enable_prompt_tokens_details": True}
+    for name, offload in (("off", {}), ("on", {"kv_offloading_size": 40})):
+        arguments = json.dumps(settings | offload)
+        flags = ["--servers", "4", "--theirs", arguments, "--only", "vllm"]
+        yield Row(name, "vllm", [*line, *flags], THEIRS_S + 130)
 
 
 def new(recipe: str) -> Iterator[Row]:
-    """Issue 41: Qwen3.5-35B-A3B in fp8 and 27B in bf16, without and with MTP."""
+    """Qwen3.5-35B-A3B in fp8 and 27B in bf16, without and with MTP."""
     own, (*noted, config) = drafted("mtp", (0.85, 0.6))
     speculative = {"speculative_config": json.loads(config)}
     for name, model, flags, fp8 in (
@@ -289,31 +289,21 @@ def new(recipe: str) -> Iterator[Row]:
         used, variables = recipe or model, [RANDOM, NO_DEEP_GEMM]
         yield ours(name, used, loads, *flags, *slots, seconds=60)
         yield ours(f"{name}-mtp", used, loads, *flags, *slots, *own, seconds=50)
-        given = TRITON | ({"max_num_seqs": 64} if name == "27b" else {})
-        yield theirs(name, used, loads, *fp8, settings=given, variables=variables, seconds=75)
+        settings = TRITON | ({"max_num_seqs": 64} if name == "27b" else {})
+        yield theirs(name, used, loads, *fp8, settings=settings, variables=variables, seconds=75)
         yield theirs(
             f"{name}-mtp", used, loads, *fp8, *noted,
-            settings=given | speculative, variables=variables, seconds=65,
+            settings=settings | speculative, variables=variables, seconds=65,
         )  # fmt: skip
 
 
 def thin(recipe: str) -> Iterator[Row]:
-    """Issue 42: the loads in which the lead is small."""
+    """Loads in which the lead is small."""
     five = "w1,bs1,bs64,bs256-128,prefill"
     yield ours("8b", recipe or DENSE, five, seconds=50)
     yield theirs("8b", recipe or DENSE, five, seconds=60)
-    lengths = [
-        "--streams",
-        "1,64,256",
-        "--servers",
-        "4",
-        "--input-len",
-        "1000",
-        "--output-len",
-        "256",
-    ]
     for engine, seconds in (("nanovllm", OURS_S + 110), ("vllm", THEIRS_S + 120)):
-        line = [*PEERS, "online", recipe or DENSE, *lengths, "--only", engine]
+        line = [*PEERS, "online", recipe or DENSE, *shlex.split(HTTP), "--only", engine]
         yield Row("http", engine, line, seconds)
     most = "bs1-256,bs64,bs256-128,prefill"
     yield ours("30b", recipe or EXPERTS, most, *UNIFORM, seconds=40)
@@ -328,7 +318,7 @@ def thin(recipe: str) -> Iterator[Row]:
 
 
 def invariant(recipe: str) -> Iterator[Row]:
-    """Issue 36: the price of kernels.invariant, with vLLM's own."""
+    """The price of kernels.invariant, with vLLM's own."""
     for name, model, loads in (
         ("0.6b", SMALL, FIVE), ("8b", DENSE, FIVE), ("30b", EXPERTS, "bs1,bs64"),
         ("next", NEXT, "bs1-256,bs64"),
@@ -387,8 +377,8 @@ def main() -> None:
     click.echo(f"{options.part}: {len(rows)} rows, {total} s expected")
     failed = []
     for row in rows:
-        more = [*flags, "--results-dir", options.results_dir]
-        command = with_flags(row.command, options.loads, more)
+        for_all = [*flags, "--results-dir", options.results_dir]
+        command = with_flags(row.command, options.loads, for_all)
         click.echo(f"{row.engine} {row.name}: {row.seconds} s expected: {shlex.join(command)}")
         if options.list:
             continue
@@ -396,7 +386,8 @@ def main() -> None:
         problem = run(command, limit_s)
         took = f"{time.perf_counter() - begin:.0f} s"
         click.echo(f"{row.engine} {row.name}: {problem or 'measured'} after {took}")
-        failed += [f"{row.engine} {row.name}"] * bool(problem)
+        if problem:
+            failed.append(f"{row.engine} {row.name}")
     if failed:
         click.echo(f"failed: {', '.join(failed)}", err=True)
         sys.exit(1)
