@@ -22,7 +22,7 @@ from nanovllm.server.errors import ApiError, bad_body, bad_text, bad_value, misp
 from nanovllm.server.parsers.base import FUNCTION_NAME
 from nanovllm.server.ranges import Range, check_biases, check_token_ids, ranges
 from nanovllm.server.tool_choice import ToolChoice, tool_choice
-from nanovllm.server.unsupported import Unsupported, check_unsupported
+from nanovllm.server.unsupported import Unsupported, check_structure, check_unsupported
 from nanovllm.transfer.params import PLAIN, TransferParams, parse_params
 
 MAX_STOPS = 16
@@ -32,7 +32,6 @@ WIDEST = ranges(1 << 24, raise_priority=False)  # no server has a longer context
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 128, 128
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-OF_OTHERS = ("whitespace_pattern", "disable_additional_properties")  # would change the answer
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # Echoed in a header. Routers put the addresses of two servers in it.
@@ -341,11 +340,7 @@ def _check_format(request: ChatRequest) -> None:
         return
     if response_format is not None and response_format["type"] != "text":
         raise misplaced("structured_outputs", "cannot be given together with response_format")
-    for field in OF_OTHERS:
-        if other.get(field) not in (None, False):
-            where = f"structured_outputs.{field}"
-            text = f"{where} is not supported by this server"
-            raise ApiError(400, text, param=where, code="unsupported_parameter")
+    check_structure(other)
     if type(flag := other.get("json_object")) not in (bool, NoneType):
         raise bad_value("structured_outputs.json_object", "true or false", flag)
     named = [field for field in STRUCTURES if other.get(field) not in (None, False)]

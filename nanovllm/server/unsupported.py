@@ -6,6 +6,7 @@ Other unknown fields are ignored. Clients send many that only describe a request
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -33,6 +34,9 @@ INSTEAD = {
     "structural_tag": STRUCTURED,
     "truncate_prompt_tokens": "prompts are never truncated",
 }
+
+
+STRUCTURE = ("whitespace_pattern", "disable_additional_properties")  # of structured_outputs
 
 
 class Unsupported(Struct, frozen=True, kw_only=True):
@@ -78,6 +82,17 @@ def check_unsupported(request: Unsupported) -> None:
     for field, default in DEFAULTS.items():
         value = getattr(request, field)
         if value is not None and value is not False and value not in (default, [], {}, ""):
-            hint = f": {INSTEAD[field]}" if field in INSTEAD else ""
-            text = f"{field} is not supported by this server{hint}"
-            raise ApiError(400, text, param=field, code="unsupported_parameter")
+            raise unsupported(field)
+
+
+def check_structure(structured_outputs: Mapping[str, object]) -> None:
+    """Raise ApiError if an unsupported field of structured_outputs has an effective value."""
+    for field in STRUCTURE:
+        if structured_outputs.get(field) not in (None, False):
+            raise unsupported(f"structured_outputs.{field}")
+
+
+def unsupported(field: str) -> ApiError:
+    hint = f": {INSTEAD[field]}" if field in INSTEAD else ""
+    text = f"{field} is not supported by this server{hint}"
+    return ApiError(400, text, param=field, code="unsupported_parameter")
