@@ -85,7 +85,6 @@ class PageServer:
         self._silence_s = silence_s
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
-        self._is_closed = False
         family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
         self._listener = socket.create_server(listen, family=family, backlog=16)
         threading.Thread(target=self._accept_all, name="transfer-accept", daemon=True).start()
@@ -102,7 +101,6 @@ class PageServer:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._lock:
-            self._is_closed = True
             for sock in self._connections:
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
@@ -118,7 +116,7 @@ class PageServer:
                 continue
             host = address[0]
             with self._lock:
-                if self._is_closed:  # accepted just before
+                if self._listener.fileno() < 0:  # closed just after the accept
                     sock.close()
                     return
                 is_full = len(self._connections) >= MAX_CONNECTIONS
