@@ -210,7 +210,8 @@ def numbers_below(plan: MemoryPlan, length: int) -> dict[str, float]:
     cache, size, layout = plan.recipe.cache, plan.resolved.page_tokens, plan.resolved.layout
     if not cache.host_gib:
         return {}
-    row, page_bytes = dict[str, float](), host_page_bytes(layout, size)
+    page_bytes = host_page_bytes(layout, size)
+    row: dict[str, float] = {}
     if cache.disk is not None:
         pages = int(cache.disk.gib * GIB) // file_bytes(page_bytes) // plan.resolved.mesh.size
         row |= {"pages on disk": pages, "tokens on disk": pages * size}

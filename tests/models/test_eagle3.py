@@ -281,7 +281,7 @@ def first_draft(made_: Made, state: Tensor, position: int = 33) -> Tensor:
 def test_the_recycled_state_is_normed_only_if_the_config_says_so(
     norm_output: bool, tmp_path: Path
 ) -> None:
-    """Trap 5: the other state gives another second draft. Trap 4: logits include the residual."""
+    """The other state gives another second draft. Logits include the residual."""
     made_ = made(tmp_path, "EAGLE", norm_output=norm_output)
     text = texts()[0]
     given = made_.head.given(torch.empty(0), taps_of(made_, text))
@@ -315,7 +315,7 @@ def test_products_of_few_rows_add_to_the_states(variant: str, tmp_path: Path) ->
 
 
 def test_keys_of_drafts_are_replaced_by_those_of_true_pairs(tmp_path: Path) -> None:
-    """Trap 7: after two passes of wrong drafts, states are those of a fresh cache, bit for bit."""
+    """After two passes of wrong drafts, states are those of a fresh cache, bit for bit."""
     made_ = made(tmp_path, "EAGLE")
     text = texts()[0]
     given = made_.head.given(torch.empty(0), taps_of(made_, text))
@@ -333,7 +333,7 @@ def test_keys_of_drafts_are_replaced_by_those_of_true_pairs(tmp_path: Path) -> N
 
 
 def test_a_head_has_its_own_rotary_table(tmp_path: Path) -> None:
-    """Trap 10: the target keeps its table. Traps 11 and 35: the table exceeds the head's length."""
+    """The target keeps its table. That of the head exceeds the head's length."""
     made_ = made(tmp_path, "EAGLE", max_position_embeddings=8)
     assert made_.head.spec.config.max_position_embeddings == 8
     assert len(made_.head.cos_sin_LA) == MAX_TOKENS > max(LENGTHS) > 8

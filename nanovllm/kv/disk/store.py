@@ -10,9 +10,9 @@ Theory of operation:
 4. A thread keeps the index up to date with the folder, since servers and ranks may share it. It
    also tries the disk again after a fault. Another thread ends transfers on a disk that hangs.
 
-With several ranks, each has a store for its share of a page. Rank 0 alone decides by its index; the
-others read and write what it says, also before their own scan has found a file. If the store of any
-rank stops its reads or writes, rank 0 starts no more of these until it is in use again.
+With several ranks, each has a store for its share of a page. Rank 0 alone decides by its index. The
+others read and write the same pages, also before their own scan has found a file. If the store of
+any rank stops its reads or writes, rank 0 starts no more of these until it is in use again.
 
 No method raises an exception for a fault of the disk, and none but `open` and `close` waits for it.
 
