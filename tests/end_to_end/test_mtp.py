@@ -79,6 +79,7 @@ def questions() -> list[Body]:
         chat("Which?", **seeded, logprobs=True, top_logprobs=2, n=2),
         chat("Which?", **seeded, top_p=0.9, frequency_penalty=0.5, logit_bias={"9": 2}),
         chat("Go on.", max_tokens=None),  # to the end of the context
+        chat("Go further.", max_tokens=None),  # the cache does not hold the two
         chat(NOTES + "Go on.", **seeded, max_tokens=None, stop_token_ids=[74, 70]),
         *(chat("Count.", max_tokens=new) for new in range(1, 9)),
     ]

