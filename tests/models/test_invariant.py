@@ -25,7 +25,7 @@ from tests.models.test_expert_fp8 import checkpoints
 from tests.models.tiny import CASES, TOLD, config_of, make_tiny
 from tests.whole_engine import WholeEngine
 
-NUM_NEW = 24
+NUM_NEW = 16
 SAMPLINGS = (
     Sampling(temperature=0.0, logprobs=4),
     Sampling(temperature=0.9, seed=7, logprobs=4),
@@ -105,7 +105,7 @@ def check_prefills(engine: WholeEngine, requests: list[list[int]], sent: list[Fo
         assert (found.top_ids, found.top_logprobs) == (one.top_ids, one.top_logprobs)
 
 
-@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("numbers", ["bfloat16", "fp8 weights and cache"])
 @pytest.mark.parametrize("case", FAMILIES)
 def test_every_way_of_serving_gives_the_bits_of_a_request_alone(
     case: str, numbers: str, tmp_path: Path

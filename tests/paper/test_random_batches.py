@@ -15,7 +15,7 @@ from nanovllm.wire import FinishReason, RefusalKind
 from tests.paper.conversations import Asked, by_chance, conversations, held
 from tests.paper.engine import PAGE, PaperEngine
 
-NUM_ENGINES = 60 * settings().max_examples  # 6,000; 24,000 with --hypothesis-profile=thorough
+NUM_ENGINES = 24 * settings().max_examples  # 2,400; 9,600 with --hypothesis-profile=thorough
 NUM_PARTS = 4
 
 
