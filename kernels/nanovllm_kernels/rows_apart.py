@@ -192,9 +192,9 @@ def delta(sizes: tuple[int, int, int, int], num_tokens: int, device: torch.devic
     from nanovllm_kernels.delta.cases import DeltaLayer, inputs
 
     layer = DeltaLayer(*sizes)
-    given = inputs(layer, (num_tokens,), (0,), device)
-    tokens, (weights, conv_NCW, recurrent_NHKV, slots_R) = given[:4], given[4:8]
-    kept_NWX, replays_R, tickets_RG = given[9:]
+    args = inputs(layer, (num_tokens,), (0,), device)
+    tokens, (weights, conv_NCW, recurrent_NHKV, slots_R) = args[:4], args[4:8]
+    inputs_NWX, replays_R, tickets_RG = args[9:]
 
     def run(part: slice) -> Tensor:
         states = weights, conv_NCW.clone(), recurrent_NHKV.clone(), slots_R
@@ -202,18 +202,18 @@ def delta(sizes: tuple[int, int, int, int], num_tokens: int, device: torch.devic
             own, count = [each[chunk] for each in tokens], chunk.stop - chunk.start
             starts_R1 = torch.tensor([0, count], dtype=torch.int32, device=device)
             if count == 1:
-                found = ordered.mix_decodes(*own, *states, tickets_RG)
-            elif 2 < count <= kept_NWX.shape[1]:
-                rest = kept_NWX.clone(), torch.zeros_like(replays_R), tickets_RG
-                found = ordered.mix_drafted(*own, *states, starts_R1, *rest)
+                x_THV = ordered.mix_decodes(*own, *states, tickets_RG)
+            elif 2 < count <= inputs_NWX.shape[1]:
+                rest = inputs_NWX.clone(), torch.zeros_like(replays_R), tickets_RG
+                x_THV = ordered.mix_drafted(*own, *states, starts_R1, *rest)
                 last = [each[-2:] for each in own]  # as rejected drafts and their corrections
                 rest = rest[0], torch.full_like(replays_R, count - 2), tickets_RG
                 starts_R1 = torch.full_like(starts_R1, 2) * torch.arange(2, device=device)
                 again = ordered.mix_drafted(*last, *states, starts_R1.int(), *rest)
-                found = torch.cat([found[:-2], again])
+                x_THV = torch.cat([x_THV[:-2], again])
             else:
-                found = ordered.mix_rows(*own, *states, starts_R1)
-        return found
+                x_THV = ordered.mix_rows(*own, *states, starts_R1)
+        return x_THV
 
     return Check("delta", f"{num_tokens} tokens GHKV={sizes}", num_tokens, run)
 
