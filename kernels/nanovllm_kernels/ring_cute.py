@@ -48,10 +48,10 @@ def box_of(matrix: cute.Tensor, ring: cute.ComposedLayout, ranks: int) -> tuple:
     op = cpasync.CopyBulkTensorTileG2SOp()
     if ranks > 1:
         op = cpasync.CopyBulkTensorTileG2SMulticastOp()
-    found = cpasync.make_tiled_tma_atom(
+    tma = cpasync.make_tiled_tma_atom(
         op, matrix, cute.select(ring, [0, 1]), stage_shape(ring), ranks
     )
-    return found[0], found[1]
+    return tma[0], tma[1]
 
 
 def stage_shape(ring: cute.ComposedLayout | cute.Tensor) -> tuple[int, int]:

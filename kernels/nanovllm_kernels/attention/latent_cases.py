@@ -30,15 +30,15 @@ SCALE = 192**-0.5
 
 def case_of(plan_decode: PlanDecode, rows: KVRows) -> Case:
     heads, _, size = rows.heads
-    paged, made = paged_case_of(plan_decode, rows), partial(inputs, plan_decode, rows)
+    paged, case_inputs = paged_case_of(plan_decode, rows), partial(inputs, plan_decode, rows)
     if not rows.timed_as:
-        return Case(paged.name, made, small=sum(rows.lengths) < 1000 and size < R1)
+        return Case(paged.name, case_inputs, small=sum(rows.lengths) < 1000 and size < R1)
     row = reference.row_size(size - size // 9, size // 9, is_fp8=True) if rows.is_fp8 else 2 * size
-    given = heads * (2 * size - size // 9)  # elements of a query and its result
+    num_elements = heads * (2 * size - size // 9)  # elements of a query and its result
     new = list(zip(rows.counts, rows.lengths, strict=True))
     pairs = sum(n * length - n * (n - 1) // 2 for n, length in new)
-    num_bytes = row * sum(rows.lengths) + 2 * given * sum(rows.counts)
-    return Case(paged.name, made, num_bytes=num_bytes, num_flops=2 * given * pairs)
+    num_bytes = row * sum(rows.lengths) + 2 * num_elements * sum(rows.counts)
+    return Case(paged.name, case_inputs, num_bytes=num_bytes, num_flops=2 * num_elements * pairs)
 
 
 def inputs(plan_decode: PlanDecode, rows: KVRows, device: torch.device) -> Args:

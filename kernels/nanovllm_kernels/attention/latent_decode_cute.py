@@ -65,7 +65,7 @@ SUMMER_REGISTERS, SCORER_REGISTERS, LOADER_REGISTERS = 176, 120, 40
 BEGINS, ENDS, WHOLE, BEGAN = 1, 2, 4, 8  # flags of a note
 
 
-class Given(NamedTuple):
+class Operands(NamedTuple):
     """Operands in global memory besides those that TMA copies.
 
     `lanes` is that of paged_decode.plan_lanes; partial_o and partial_lse are those of
@@ -124,9 +124,9 @@ def latent_decode(
     num_tokens, num_heads, _ = q_THX.shape
     o_THX, partial_o, partial_lse = results_of(q_THX, len(plan_N5), out_THX, width)
     starts, o = lengths_R if starts_R1 is None else starts_R1, o_THX.flatten(0, 1)
-    given = Given(page_table_RM, lengths_R, starts, o, plan_N5, partial_o, partial_lse)
+    operands = Operands(page_table_RM, lengths_R, starts, o, plan_N5, partial_o, partial_lse)
     run = compile_decode(num_heads, pages_PSX.shape[1], 0 if starts_R1 is None else width)
-    run(q_THX, rotated_THA, pages_PSX, given, scale * LOG2_E)
+    run(q_THX, rotated_THA, pages_PSX, operands, scale * LOG2_E)
     waits = follows(num_tokens, q_THX.device)
     more = {"RAGGED": starts_R1 is not None, "WAITS": waits, "launch_pdl": waits}
     merge(o_THX, partial_o, partial_lse, starts_R1, plan_N5, W=width, **more)
@@ -144,7 +144,7 @@ def compile_decode(num_heads: int, page_tokens: int, most_new: int) -> Compiled:
     set.
     """
     any_ = cute.sym_int
-    given = Given(
+    operands = Operands(
         table=like(Int32, any_(), any_()),
         lengths=like(Int32, any_()),
         starts=like(Int32, any_()),
@@ -158,7 +158,7 @@ def compile_decode(num_heads: int, page_tokens: int, most_new: int) -> Compiled:
         like(BFloat16, any_(), num_heads, RANK, divisibility=8),
         like(BFloat16, any_(), num_heads, ROTATED, divisibility=8),
         like(BFloat16, any_(), page_tokens, WIDTH, divisibility=8),
-        given,
+        operands,
         Float32(1),
     )
 
@@ -215,7 +215,7 @@ class LatentDecode:
         q: cute.Tensor,
         rotated: cute.Tensor,
         pages: cute.Tensor,
-        given: Given,
+        operands: Operands,
         scale: Float32,
         stream: Any,  # noqa: ANN401
     ) -> None:
@@ -238,8 +238,8 @@ class LatentDecode:
         for major, groups, columns in kinds:
             kind = BFloat16, BFloat16, OperandMajorMode.K, major, Float32, (1, groups, 1)
             products.append(make_trivial_tiled_mma(*kind, tiler_mn=(PAIRS, columns)))
-        self.kernel(tuple(boxes), given, scale, tuple(rings), tuple(products)).launch(
-            grid=[self.tiles, cute.size(given.lanes, mode=[0]), 1],
+        self.kernel(tuple(boxes), operands, scale, tuple(rings), tuple(products)).launch(
+            grid=[self.tiles, cute.size(operands.lanes, mode=[0]), 1],
             block=[128 * (LOADER + 1), 1, 1],
             cluster=[self.cluster, 1, 1],
             stream=stream,
@@ -249,7 +249,7 @@ class LatentDecode:
 
     @cute.kernel
     def kernel(
-        self, boxes: tuple, given: Given, scale: Float32, rings: tuple, products: tuple
+        self, boxes: tuple, operands: Operands, scale: Float32, rings: tuple, products: tuple
     ) -> None:
         shared = self.allocate(rings)
         nth_warp = arch.make_warp_uniform(arch.warp_idx())
@@ -267,13 +267,13 @@ class LatentDecode:
         if nth_warp >= 4 * LOADER:
             arch.setmaxregister_decrease(LOADER_REGISTERS)
             if nth_warp == 4 * LOADER:
-                self.load(boxes, given, shared)
+                self.load(boxes, operands, shared)
         elif nth_warp >= 4 * SCORER:
             arch.setmaxregister_decrease(SCORER_REGISTERS)
             self.score(shared, products[0], scale)
         else:
             arch.setmaxregister_increase(SUMMER_REGISTERS)
-            self.sum_up(given, shared, products[1], scale)
+            self.sum_up(operands, shared, products[1], scale)
         if cutlass.const_expr(self.cluster > 1):
             meet(self.cluster)  # the other block may still access this one's barriers
 
@@ -295,28 +295,28 @@ class LatentDecode:
         (atom, matrix), (rows, cluster) = box, way
         cpasync.prefetch_descriptor(atom)
         whole = cute.group_modes(cute.flat_divide(matrix, (rows, ROTATED)), 0, 2)
-        found = []
+        copies = []
         for ring in rings:
             parts = cute.group_modes(cute.flat_divide(ring, (rows, ROTATED)), 0, 2)
             rank, ranks = arch.block_idx()[0] % cluster, cute.make_layout(cluster)
             to, source = cpasync.tma_partition(atom, rank, ranks, parts, whole)
-            found.append((source, to))
-        return atom, found
+            copies.append((source, to))
+        return atom, copies
 
     @cute.jit
-    def load(self, boxes: tuple, given: Given, shared: Shared) -> None:
+    def load(self, boxes: tuple, operands: Operands, shared: Shared) -> None:
         """Fill the ring with this lane's blocks, and write a note for each."""
         targets = (shared.q,), (shared.q_rotated,), (shared.latents, shared.rotated)
         *queries, latents = (
             self.partition(*x) for x in zip(boxes, self.ways, targets, strict=True)
         )
-        lane, last_row = arch.block_idx()[1], cute.size(given.lengths) - 1
-        row = cutlass.min(given.lanes[lane, 0], last_row)
-        block, left = given.lanes[lane, 1], given.lanes[lane, 2]
-        length, base, began = given.lengths[row], block, block
-        query, count = self.queries_of(given, row)
+        lane, last_row = arch.block_idx()[1], cute.size(operands.lengths) - 1
+        row = cutlass.min(operands.lanes[lane, 0], last_row)
+        block, left = operands.lanes[lane, 1], operands.lanes[lane, 2]
+        length, base, began = operands.lengths[row], block, block
+        query, count = self.queries_of(operands, row)
         first_query, first_count, total = query, count, left
-        window = self.pages_of(given.table, row, base)
+        window = self.pages_of(operands.table, row, base)
         # The first row's old tokens may be loaded while the preceding kernel still runs.
         early = cutlass.min((length - count) // BLOCK - block, cutlass.min(left, STAGES))
         early = cutlass.max(early, 0)
@@ -359,20 +359,20 @@ class LatentDecode:
                 if tokens <= BLOCK:
                     row = cutlass.min(row + 1, last_row)
                     block, base, began = Int32(0), Int32(0), Int32(0)
-                    length, window = given.lengths[row], self.pages_of(given.table, row, base)
-                    query, count = self.queries_of(given, row)
+                    length, window = operands.lengths[row], self.pages_of(operands.table, row, base)
+                    query, count = self.queries_of(operands, row)
                 elif block == base + self.window:
                     base = block
-                    window = self.pages_of(given.table, row, base)
+                    window = self.pages_of(operands.table, row, base)
             i += 1
             stage, phase = next_stage(stage, phase, STAGES)
         arch.griddepcontrol_launch_dependents()
 
-    def queries_of(self, given: Given, row: Int32) -> tuple:
+    def queries_of(self, operands: Operands, row: Int32) -> tuple:
         """Return the first query of a row, and the number of its queries."""
         if not self.ragged:
             return row, Int32(1)
-        return given.starts[row], given.starts[row + 1] - given.starts[row]
+        return operands.starts[row], operands.starts[row + 1] - operands.starts[row]
 
     def pages_of(self, table: cute.Tensor, row: Int32, block: Int32) -> Int32:
         """Return, in thread n of the warp, the page of the n-th unit from a block on.
@@ -567,7 +567,9 @@ class LatentDecode:
             cute.local_tile(line, (8,), (n % eights,)).store(zeros)
 
     @cute.jit
-    def sum_up(self, given: Given, shared: Shared, mma: cute.TiledMma, scale: Float32) -> None:
+    def sum_up(
+        self, operands: Operands, shared: Shared, mma: cute.TiledMma, scale: Float32
+    ) -> None:
         nth = self.nth_of()
         slice_ = mma.get_slice(128 * (arch.make_warp_uniform(arch.warp_idx()) // 4))
         layout = cute.select(shared.latents.layout, [1, 0, 2])
@@ -604,13 +606,15 @@ class LatentDecode:
             self.release(shared.empty + stage)
             if is_left:
                 for r in cutlass.range_constexpr(2):
-                    self.leave(o, sums[None, r], r, (query, flags, scale), given)
+                    self.leave(o, sums[None, r], r, (query, flags, scale), operands)
             stage, phase = next_stage(stage, phase, STAGES)
             arch.mbarrier_wait(shared.full + stage * PARTS, phase)
             query, count, _, _, flags = self.note(shared, stage)
 
     @cute.jit
-    def leave(self, o: cute.Tensor, sums: cute.Tensor, r: int, row: tuple, given: Given) -> None:
+    def leave(
+        self, o: cute.Tensor, sums: cute.Tensor, r: int, row: tuple, operands: Operands
+    ) -> None:
         """Store one of this thread's two pairs: a row's result, or this lane's part of it."""
         query, flags, scale = row
         highest, total = sums[0], sums[1]
@@ -627,10 +631,10 @@ class LatentDecode:
                     eight[n] = value.to(BFloat16)
                 four = cute.recast_tensor(eight, Int32)
                 exchange(four)
-                four_words(given.o, at, column_of(group, part) + lane % 4 * 8).store(four.load())
+                four_words(operands.o, at, column_of(group, part) + lane % 4 * 8).store(four.load())
         else:
             began = (flags & BEGAN) // BEGAN
-            line = given.partial_o[arch.block_idx()[1], began, pair, None]
+            line = operands.partial_o[arch.block_idx()[1], began, pair, None]
             for n in cutlass.range_constexpr(RANK // SUMMERS // 8):
                 two = cute.make_rmem_tensor(2, Float32)
                 for m in cutlass.range_constexpr(2):
@@ -639,7 +643,7 @@ class LatentDecode:
                 cute.local_tile(line, (2,), (first,)).store(two.load())
             if (group == 0) & (lane % 4 == 0):
                 lse = highest * scale + cute.math.log2(total)
-                given.partial_lse[arch.block_idx()[1], began, pair] = lse
+                operands.partial_lse[arch.block_idx()[1], began, pair] = lse
 
 
 def column_of(group: Int32, part: int) -> Int32:

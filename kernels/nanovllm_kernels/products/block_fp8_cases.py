@@ -125,8 +125,8 @@ def gated_reference(*args: Any) -> Quantised:  # noqa: ANN401
 
 
 def gated_experts_reference(*args: Any) -> Quantised:  # noqa: ANN401
-    found = [gated_reference(*one) for _, one in by_expert(*args[:5])]
-    return Quantised(*(torch.cat(each, n) for n, each in enumerate(zip(*found, strict=True))))
+    results = [gated_reference(*one) for _, one in by_expert(*args[:5])]
+    return Quantised(*(torch.cat(each, n) for n, each in enumerate(zip(*results, strict=True))))
 
 
 def gated_outputs(result: Quantised, args: Args) -> Tensors:
@@ -164,8 +164,8 @@ def gated_experts_scale(expected: Tensors, args: Args) -> Tensors:
 
 def numbers(device: torch.device, *shape: int, seed: int = 0, sign: int = 0) -> Tensor:
     """Return normal e4m3 numbers. With `sign` all are positive."""
-    found = normal(device, *shape, dtype=torch.float32, seed=seed)
-    return (found.abs() if sign else found).to(torch.float8_e4m3fn)
+    values = normal(device, *shape, dtype=torch.float32, seed=seed)
+    return (values.abs() if sign else values).to(torch.float8_e4m3fn)
 
 
 def scales(device: torch.device, *shape: int, seed: int) -> Tensor:
