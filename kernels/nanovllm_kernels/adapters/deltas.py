@@ -188,14 +188,14 @@ def tiles_kernel(
         at = place + tl.cumsum(is_own, 0) - is_own
         tl.store(token_XT + tile * TOKENS + at, t, (is_own > 0) & (at >= 0) & (at < TOKENS))
         place += tl.sum(is_own, 0)
-    num_found = 0
+    num_own = 0
     for first in range(0, num_pages, LISTED):
         page = first + tl.arange(0, LISTED)
         is_own = (tl.load(owner_P + page, page < num_pages, -2) + 1 == own_group).to(tl.int32)
-        at = tile * num_pages + num_found + tl.cumsum(is_own, 0) - is_own
+        at = tile * num_pages + num_own + tl.cumsum(is_own, 0) - is_own
         tl.store(page_XP + at, page, is_own > 0)
-        num_found += tl.sum(is_own, 0)
-    tl.store(pages_X + tile, num_found)
+        num_own += tl.sum(is_own, 0)
+    tl.store(pages_X + tile, num_own)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -431,12 +431,12 @@ def timed(tokens: int, num_adapters: int, shape: tuple[int, tuple[int, ...]]) ->
     All tokens have an adapter: the next one in each row, or the same in 1,024 rows.
     """
     num_inputs, widths = shape
-    made = DeltaShape(tokens, num_inputs, widths, (16,) * num_adapters)
+    delta_shape = DeltaShape(tokens, num_inputs, widths, (16,) * num_adapters)
     num_bytes = 2 * 16 * num_adapters * (num_inputs * len(widths) + sum(widths))
     num_bytes += 2 * tokens * (num_inputs + 2 * sum(widths))
 
     def make(device: torch.device) -> Args:
-        x, y, a, b, widths, adapter_T, owner_P = inputs(made, device)
+        x, y, a, b, widths, adapter_T, owner_P = inputs(delta_shape, device)
         t = torch.arange(tokens, dtype=torch.int32, device=device)
         adapter_T = (t if tokens < 1024 else t // 1024) % num_adapters
         tables: dict[str, Tiles] = {}
@@ -444,7 +444,7 @@ def timed(tokens: int, num_adapters: int, shape: tuple[int, tuple[int, ...]]) ->
             add_deltas(x, lambda: y, a, b, widths, adapter_T, owner_P, tables)
         return x, y, a, b, widths, adapter_T, owner_P, tables
 
-    return Case(f"timed {made.name}", make, num_bytes=num_bytes)
+    return Case(f"timed {delta_shape.name}", make, num_bytes=num_bytes)
 
 
 SHAPES = (

@@ -31,7 +31,7 @@ WIDTHS = (4096, 5120, 8192)
 CALLS = 20  # calls in a CUDA graph
 PATIENCE_S = 120.0
 Connect = Callable[[Any, int, int, torch.device, int], Peers]
-Found = dict[str, Any]
+CaseRecord = dict[str, Any]
 
 
 def inputs(size: int, T: int, D: int, with_norm: int, device: torch.device) -> Args:
@@ -117,16 +117,16 @@ def exchanged(peers: Peers, x_ITD: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
     Here the results are the tokens themselves.
     """
     own = (part[peers.rank] for part in (x_ITD, *more[:2]))
-    found = tokens.gather_tokens(*own, x_ITD.shape[1], peers)
-    return *found, tokens.add_own_sums(found[0].view_as(x_ITD), more[2], peers)
+    gathered = tokens.gather_tokens(*own, x_ITD.shape[1], peers)
+    return *gathered, tokens.add_own_sums(gathered[0].view_as(x_ITD), more[2], peers)
 
 
 def exchanged_reference(rank: int, x_ITD: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-    found = tokens.gather_tokens_reference(x_ITD, *more[:2], x_ITD.shape[1])
-    return *found, tokens.add_own_sums_reference(x_ITD[rank].expand_as(x_ITD), more[2])
+    gathered = tokens.gather_tokens_reference(x_ITD, *more[:2], x_ITD.shape[1])
+    return *gathered, tokens.add_own_sums_reference(x_ITD[rank].expand_as(x_ITD), more[2])
 
 
-def check_ranks(size: int, connect: Connect, quick: bool) -> Iterator[Found]:
+def check_ranks(size: int, connect: Connect, quick: bool) -> Iterator[CaseRecord]:
     """Yield a record for each case as check-kernels prints it, with the worst error of all ranks.
 
     `connect` is called in each rank's process, which must be able to import it.
@@ -151,7 +151,7 @@ def check_ranks(size: int, connect: Connect, quick: bool) -> Iterator[Found]:
                 rank.join()
 
 
-def followed(pipes: list[connection.Connection]) -> Iterator[Found]:
+def followed(pipes: list[connection.Connection]) -> Iterator[CaseRecord]:
     """Yield the ranks' records until all ranks are done or one of them fails."""
     while pipes:
         ready = connection.wait(pipes, PATIENCE_S)
@@ -161,14 +161,14 @@ def followed(pipes: list[connection.Connection]) -> Iterator[Found]:
         for pipe in ready:
             assert isinstance(pipe, connection.Connection)
             try:
-                found = pipe.recv()
+                record = pipe.recv()
             except EOFError:
-                found = {"kernel": "ranks", "case": "", "problem": "a rank ended"}
-            if found is None:
+                record = {"kernel": "ranks", "case": "", "problem": "a rank ended"}
+            if record is None:
                 pipes.remove(pipe)
                 continue
-            yield found
-            if "worst" not in found:  # the other ranks wait for the failed one for ever
+            yield record
+            if "worst" not in record:  # the other ranks wait for the failed one for ever
                 return
 
 
@@ -186,9 +186,9 @@ def rank_main(
         for kernel, rival in kernels(peers, nccl):
             for case in kernel.cases:
                 if case.small or not quick:
-                    found = measured(kernel, case, rival, device, nccl, quick)
+                    record = measured(kernel, case, rival, device, nccl, quick)
                     if rank == 0:
-                        pipe.send(found)
+                        pipe.send(record)
         pipe.send(None)
     except Exception as error:
         problem = f"rank {rank}: {type(error).__name__}: {error}"
@@ -204,18 +204,18 @@ def measured(
     device: torch.device,
     nccl: Any,  # noqa: ANN401
     quick: bool,
-) -> Found:
+) -> CaseRecord:
     """Check and time one case. A collective call: all ranks must make it for the same case."""
     worst = torch.tensor([check(kernel, case, device)], dtype=torch.float64, device=device)
     largest = distributed.AllreduceOptions()  # type: ignore[attr-defined]
     largest.reduceOp = distributed.ReduceOp.MAX
     nccl.allreduce([worst], largest).wait()
-    found: Found = {"kernel": kernel.name, "case": case.name, "worst": worst.item()}
+    record: CaseRecord = {"kernel": kernel.name, "case": case.name, "worst": worst.item()}
     if not quick and case.is_timed:
         us, nccl_us = (
             graph_us([partial(run, *case.inputs(device))] * CALLS) for run in (kernel.run, rival)
         )
         bytes_per_s = 1e6 * case.num_bytes / us
-        found |= {"us": us, "nccl_us": nccl_us, "tb_per_s": bytes_per_s / 1e12}
-        found["share"] = bytes_per_s / LINK
-    return found
+        record |= {"us": us, "nccl_us": nccl_us, "tb_per_s": bytes_per_s / 1e12}
+        record["share"] = bytes_per_s / LINK
+    return record

@@ -44,15 +44,15 @@ def gather_tokens(
     """
     parts = x_TD.contiguous(), weights_TK, experts_TK
     assert num_tokens * token_bytes(x_TD, weights_TK.shape[1]) <= peers.capacity, num_tokens
-    found = tuple(one.new_empty(peers.size * num_tokens, one.shape[1]) for one in parts)
-    words = [one.view(torch.int32) for one in (*parts, *found)]
+    gathered = tuple(one.new_empty(peers.size * num_tokens, one.shape[1]) for one in parts)
+    words = [one.view(torch.int32) for one in (*parts, *gathered)]
     widths = words[0].shape[1], weights_TK.shape[1]
     total = num_tokens * (widths[0] + 2 * widths[1])
     grid = (min(triton.cdiv(total, GATHERED), sums.PROGRAMS),)
     sizes = dict(WIDTH=widths[0], K=widths[1], FILL=NO_EXPERT, BLOCK=GATHERED)
     more = options(num_tokens, peers)
     gather_kernel[grid](*words, *peers.place, total, len(x_TD), **sizes, **more)
-    return found
+    return gathered
 
 
 def token_bytes(x_TD: Tensor, num_chosen: int) -> int:

@@ -92,8 +92,8 @@ def case(
 ) -> Case:  # fmt: skip
     H, G, A = heads
     name = f"{kind} T={T} {H=} {G=} {A=}{f' R={turned}' * (turned > 0)} {bits(dtype)}"
-    made = partial(inputs, kind, T, H, G, A, dtype, turned=turned, is_fp8=is_fp8)
-    return Case(f"{name}{' fp8' * is_fp8}", made, T <= 7)
+    case_inputs = partial(inputs, kind, T, H, G, A, dtype, turned=turned, is_fp8=is_fp8)
+    return Case(f"{name}{' fp8' * is_fp8}", case_inputs, T <= 7)
 
 
 def cases() -> tuple[Case, ...]:

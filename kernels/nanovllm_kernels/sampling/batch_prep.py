@@ -135,9 +135,9 @@ def write_back_kernel(
             coin = uniforms(key, COIN_INDEX + tl.zeros_like(key))
             right = coin < tl.load(rates_D + step, step < WIDTH - 1, 0.0)
         right = right & is_draft & (drawn >= 0) & (following != CORRUPTED)
-        kept = tl.min(tl.where(right, STEPS, step), 1)
-        out = tl.minimum(kept + 1, count)
-        line = tl.where(step < kept[:, None], draft, drawn)
+        num_accepted = tl.min(tl.where(right, STEPS, step), 1)
+        out = tl.minimum(num_accepted + 1, count)
+        line = tl.where(step < num_accepted[:, None], draft, drawn)
     newest = tl.sum(tl.where(step == out[:, None] - 1, drawn, 0), 1)
     length += out - count
     of_slot = tokens_NL + slot * tokens_stride

@@ -277,11 +277,11 @@ def cases(
     for name, inputs in INPUTS:
         for S, V in shapes:
             for dtype in (torch.float32, torch.bfloat16):
-                made = partial(*of, inputs, S, V, dtype)
-                yield Case(f"{name}S={S} V={V} {bits(dtype)}", made, small=True)
+                case_inputs = partial(*of, inputs, S, V, dtype)
+                yield Case(f"{name}S={S} V={V} {bits(dtype)}", case_inputs, small=True)
     for S, V in timed:
-        made = partial(*of, draw_inputs, S, V, torch.bfloat16)
-        yield Case(f"S={S} V={V}", made, num_bytes=2 * S * V)
+        case_inputs = partial(*of, draw_inputs, S, V, torch.bfloat16)
+        yield Case(f"S={S} V={V}", case_inputs, num_bytes=2 * S * V)
 
 
 WINNERS = Kernel(

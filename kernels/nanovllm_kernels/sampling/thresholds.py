@@ -58,16 +58,16 @@ def thresholds(
     tops_kernel[grid](
         logits_SV, slots_S, *columns, wishes_S4, tops_SB, smallest_SB, counts_S, *shape, *strides
     )
-    common, found = (logits_SV, wishes_S4, tops_SB), (candidates_SC, counts_S)
+    common, candidates = (logits_SV, wishes_S4, tops_SB), (candidates_SC, counts_S)
     now = None, None
     for _ in range(PASSES):
         before, now = now, (floats(num_rows, 8), floats(num_rows, num_blocks, PIVOTS.value))
         buffers = smallest_SB, *before, *now
         narrow_kernel[grid](*common, *buffers, *shape, BLOCKS=blocks, num_warps=2)
     last_S8, thresholds_S = floats(num_rows, 8), floats(num_rows)
-    collect_kernel[grid](*common, *now, last_S8, *found, *shape, BLOCKS=blocks)
+    collect_kernel[grid](*common, *now, last_S8, *candidates, *shape, BLOCKS=blocks)
     finish_kernel[(num_rows,)](
-        *common, last_S8, *found, thresholds_S, *shape, BLOCKS=blocks, num_warps=8
+        *common, last_S8, *candidates, thresholds_S, *shape, BLOCKS=blocks, num_warps=8
     )
     return thresholds_S
 
