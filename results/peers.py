@@ -140,7 +140,9 @@ def folder_for_both(config: Config, num_layers: int | None = None, *, is_fp8: bo
     shutil.copy(DEMO / "chat_template.jinja", folder)
     model = text_model(json.loads(Path(config.config_path).read_text()))
     if is_fp8:
-        model["quantization_config"] = BLOCK_FP8 | {"modules_to_not_convert": kept_in_bf16(model)}
+        model["quantization_config"] = BLOCK_FP8 | {
+            "modules_to_not_convert": modules_in_bf16(model)
+        }
     if num_layers is not None:
         model["num_hidden_layers"] = num_layers
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
@@ -165,7 +167,7 @@ def text_model(config: dict[str, Any]) -> dict[str, Any]:
     return text | {"tie_word_embeddings": config["tie_word_embeddings"]} | config["text_config"]
 
 
-def kept_in_bf16(model: dict[str, Any]) -> list[str]:
+def modules_in_bf16(model: dict[str, Any]) -> list[str]:
     """Return the modules that published checkpoints in block fp8 leave in bf16."""
     small = ("linear_attn.in_proj_a", "linear_attn.in_proj_b", "mlp.gate", "mlp.shared_expert_gate")
     layers = [f"model.layers.{nth}" for nth in range(model["num_hidden_layers"])]
@@ -230,9 +232,9 @@ def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list
     if options.only == "vllm":
         return records
     same = ["--set", f"model.num_layers={options.layers}"] if options.layers else []
-    given = "--load-format", "dummy", *options.ours, *same, *flags
+    engine_flags = "--load-format", "dummy", *options.ours, *same, *flags
     line = [*NANOVLLM, "bench", "--offline", options.recipe, "--workload", options.workloads]
-    return records + bench([*line, *given], options.results_dir)
+    return records + bench([*line, *engine_flags], options.results_dir)
 
 
 def vllm_offline(options: argparse.Namespace, folder: Path) -> list[Record]:
@@ -253,8 +255,8 @@ def vllm_offline(options: argparse.Namespace, folder: Path) -> list[Record]:
     changed |= {key: value for key, _, value in (text.partition("=") for text in options.note)}
     changed |= {"quantize": "fp8"} if options.fp8 else {}
     started_at, records = now(), []
-    for load, found in zip(loads, run_vllm(job), strict=False):
-        one = vllm_record(load, found, folder.name, started_at, changed)
+    for load, result in zip(loads, run_vllm(job), strict=False):
+        one = vllm_record(load, result, folder.name, started_at, changed)
         rate = one.metrics["output_tokens_per_s"]
         click.echo(f"vLLM, {load.name}: {rate:,.1f} tok/s, {one.duration_s:.3f} s")
         click.echo(f"record: {store.write(one, options.results_dir)}")
@@ -263,18 +265,22 @@ def vllm_offline(options: argparse.Namespace, folder: Path) -> list[Record]:
 
 
 def vllm_record(
-    load: TokenLoad, found: dict[str, Any], model: str, started_at: str, changed: dict[str, Any]
+    load: TokenLoad, result: dict[str, Any], model: str, started_at: str, changed: dict[str, Any]
 ) -> Record:
     """Return the record of a load from the result of vllm_offline.py."""
-    tokens, inputs, duration_s = sum(load.outputs), sum(map(len, load.prompts)), found["duration_s"]
+    tokens, inputs, duration_s = (
+        sum(load.outputs),
+        sum(map(len, load.prompts)),
+        result["duration_s"],
+    )
     return record.of_this_machine(
         kind="offline",
         started_at=started_at,
         duration_s=duration_s,
         recipe={
             "model": model,
-            "served_by": f"vllm {found['version']}",
-            "command": f"{vllm_settings()}LLM({found['settings']})",
+            "served_by": f"vllm {result['version']}",
+            "command": f"{vllm_settings()}LLM({result['settings']})",
         },
         changed=changed,
         workload={
@@ -293,7 +299,7 @@ def vllm_record(
             "completed": len(load.prompts),
             "input_tokens": inputs,
             "output_tokens": tokens,
-            "start_to_ready_s": found["ready_s"],
+            "start_to_ready_s": result["ready_s"],
         },
     )
 
@@ -305,11 +311,11 @@ def run_vllm(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """
     line = [os.environ["VLLM_PYTHON"], str(Path(__file__).with_name("vllm_offline.py"))]
     log = Path(tempfile.gettempdir(), "nanovllm-peers", "offline.log")
-    given = log.with_name("job.json")
-    given.write_text(json.dumps(job))
+    job_file = log.with_name("job.json")
+    job_file.write_text(json.dumps(job))
     click.echo(f"vLLM runs; its log: {log}")
     num_results = 0
-    with given.open() as source, log.open("w") as output:
+    with job_file.open() as source, log.open("w") as output:
         process = subprocess.Popen(
             line,
             stdin=source,
@@ -409,13 +415,13 @@ def conclude(records: Sequence[Record], results_dir: Path, name: str) -> None:
     digests = {(one.workload["name"], one.workload.get("digest")) for one in records}
     if len(digests) > len({name for name, _ in digests}):
         raise click.ClickException(f"the engines got different prompts: {sorted(digests)}")
-    shared, found = sweep.curves(records)
+    shared, curves = sweep.curves(records)
     again = sweep.command(records, results_dir)
-    click.echo(f"\n{sweep.table(shared, found)}\nthis table again: {again}")
+    click.echo(f"\n{sweep.table(shared, curves)}\nthis table again: {again}")
     is_curve = len({sweep.intensity(one) for one in records}) > 1 and records[0].kind == "serve"
     if is_curve and not (problem := sweep.missing()):
         plot = sweep.plot_path(records, results_dir, name)
-        sweep.draw(plot, shared, found)
+        sweep.draw(plot, shared, curves)
         click.echo(f"plot: {plot}")
     elif is_curve:
         click.echo(f"no plot: {problem}")

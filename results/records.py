@@ -148,8 +148,8 @@ def added(path: Path, folder: Path, machine: str, kind: Kind) -> list[str]:
     for entry in entries:
         place = machine
         if entry.is_record:
-            made = store.record_of(entry)
-            place = store.folder_of(made, Path()).as_posix()
+            entry_record = store.record_of(entry)
+            place = store.folder_of(entry_record, Path()).as_posix()
         elif not place:
             place = path.parent.name
         new = store.append(folder / place / store.FILE, [entry])

@@ -34,8 +34,8 @@ def main() -> None:
             if [len(one.outputs[0].token_ids) for one in done] != outputs:
                 sys.exit("vLLM generated other numbers of tokens than requested")
         # `took` is the time of the load, which comes after its warm-up.
-        found = {"version": __version__, "ready_s": ready_s, "duration_s": took, "settings": shown}
-        sys.stdout.write(f"\nRESULT {json.dumps(found)}\n")
+        result = {"version": __version__, "ready_s": ready_s, "duration_s": took, "settings": shown}
+        sys.stdout.write(f"\nRESULT {json.dumps(result)}\n")
         sys.stdout.flush()
 
 

@@ -47,7 +47,7 @@ def main() -> None:
     url = f"http://127.0.0.1:{port}"
     flags = ["--port", str(port), "--set", f"paper.tokens_per_s={RATE}"]
     line = [sys.executable, "-m", "nanovllm", "serve", "paper", *flags]
-    found: dict[str, list[float]] = {}
+    gaps_ms: dict[str, list[float]] = {}
     with started(line, url):
         asyncio.run(gaps_p99_ms(url, options.streams))  # warm
         for _ in range(options.rounds):
@@ -55,9 +55,9 @@ def main() -> None:
                 with looking(url) as is_there:
                     if is_there:
                         p99 = asyncio.run(gaps_p99_ms(url, options.streams))
-                        found.setdefault(name, []).append(p99)
+                        gaps_ms.setdefault(name, []).append(p99)
                         click.echo(f"{name}: p99 {p99:.2f} ms")
-    metrics = {f"{name}_p99_ms": statistics.median(each) for name, each in found.items()}
+    metrics = {f"{name}_p99_ms": statistics.median(each) for name, each in gaps_ms.items()}
     click.echo(", ".join(f"{name} {value:.2f}" for name, value in metrics.items()))
     if options.json is not None:
         record = of_this_machine(
