@@ -54,12 +54,12 @@ def batches(args: argparse.Namespace) -> Generator[render.Rows, None, None]:
     shards = args.steps * args.rows // SHARD_ROWS + 2
     jobs = ((args.seed * 1_000_000 + i, args.length) for i in range(shards))
     with get_context("spawn").Pool(args.workers, quiet_worker) as pool:  # a fork may hold locks
-        kept: list[render.Rows] = []
+        backlog: list[render.Rows] = []
         for rows in pool.imap(shard, jobs):
-            kept.append(rows)
-            while sum(map(len, kept)) >= args.rows:
-                ready = np.concatenate(kept)
-                kept = [ready[args.rows :]]
+            backlog.append(rows)
+            while sum(map(len, backlog)) >= args.rows:
+                ready = np.concatenate(backlog)
+                backlog = [ready[args.rows :]]
                 yield ready[: args.rows]
 
 
@@ -155,8 +155,8 @@ def train(args: argparse.Namespace) -> None:
         tokens_BT = rows_BT % render.ANSWER
         where = same_document(tokens_BT)
         next_N = rows_BT.flatten()[chosen_N + 1]
-        asked = ASKED_WEIGHT * max(0.0, 1 - 2 * progress)
-        weights_N = torch.where(next_N >= render.ANSWER, 1.0, asked)
+        prompt_weight = ASKED_WEIGHT * max(0.0, 1 - 2 * progress)
+        weights_N = torch.where(next_N >= render.ANSWER, 1.0, prompt_weight)
         pace = args.peak * min(1.0, (step + 1) / WARM_UP) * (1 - progress)
         with torch.autocast(args.device, torch.bfloat16, enabled=on_gpu):
             big = models[0](tokens_BT, positions_T, where, chosen_N)

@@ -209,13 +209,13 @@ SHAPE = [
 
 def value_of(draw: Draw, kind: str) -> Value:
     if kind in EXTRA_KINDS:
-        made = draw.value(EXTRA_KINDS[kind][1])
-        return made, made
+        value = draw.value(EXTRA_KINDS[kind][1])
+        return value, value
     if kind == "proper":
-        made = words.proper(draw)
-        return made, made
+        value = words.proper(draw)
+        return value, value
     if kind == "year":
-        year = draw.made(lambda: draw.number(1700, 2030))
+        year = draw.from_split(lambda: draw.number(1700, 2030))
         return str(year), year
     if kind == "yesno":
         yes = draw.chance(0.5)

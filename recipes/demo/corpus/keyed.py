@@ -139,7 +139,7 @@ def keyed(draw: Draw) -> Sample:
     if plain:
         thought = f"I look for the {next(iter(labels))} in the text."
         return Sample("key", [user(request)], str(next(iter(labels.values()))), thought=thought)
-    found = {label.replace(" ", "_").replace("-", "_"): value for label, value in labels.items()}
-    answer = json.dumps(found, ensure_ascii=False)
+    values = {label.replace(" ", "_").replace("-", "_"): value for label, value in labels.items()}
+    answer = json.dumps(values, ensure_ascii=False)
     thought = f"I look for {words.listing(list(labels))} in the text."
     return Sample("key", [user(request)], answer, thought=thought, is_json=True)

@@ -52,7 +52,7 @@ def text(draw: Draw) -> str:
     """Return a text to repeat: ordinary, invented or foreign words, identifiers, or a fragment."""
     shape = draw.number(0, 7)
     if shape == 7:
-        return draw.made(lambda: fragment(draw))
+        return draw.from_split(lambda: fragment(draw))
     if draw.chance(0.05):
         return foreign.any_language(draw)[1]
     if shape <= 1:

@@ -43,7 +43,7 @@ class Sample:
 
     def turn(self) -> Message:
         """Return the assistant's message in the form in which a later request contains it."""
-        message: Message = {"role": "assistant", "content": self.answer}
+        message = assistant(self.answer)
         if self.calls:
             message["tool_calls"] = [
                 {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
@@ -71,6 +71,10 @@ class Sample:
 
 def user(text: str) -> Message:
     return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
 
 
 def system(text: str) -> Message:

@@ -95,7 +95,7 @@ def small_sum(draw: Draw) -> Sum:
             a, b = b, a
         return Sum(a, sign, b)
 
-    return draw.made(make)
+    return draw.from_split(make)
 
 
 def digits(number: int, width: int) -> list[int]:
@@ -202,7 +202,7 @@ def chain(draw: Draw) -> Sample:
         first, second = draw.pick("+-"), draw.pick("+-")
         return max(a, b), first, min(a, b), second, c
 
-    a, first, b, second, c = draw.made(make)
+    a, first, b, second, c = draw.from_split(make)
     left = Sum(a, first, b)
     right = Sum(left.result, second, c)
     expression = f"{left} {second} {c}"

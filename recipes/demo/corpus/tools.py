@@ -10,7 +10,7 @@ from typing import Any
 from recipes.demo.corpus import foreign, noise, plainly, rewrite, sums, talk, toolbox, words
 from recipes.demo.corpus.draw import Draw
 from recipes.demo.corpus.refuse import NO_TOOL_FITS, NO_TOOLS
-from recipes.demo.corpus.sample import Call, Message, Sample, system, user
+from recipes.demo.corpus.sample import Call, Message, Sample, assistant, system, user
 from recipes.demo.corpus.toolbox import Family, Tool, Value
 
 ALIKE = [
@@ -125,7 +125,7 @@ def earlier(draw: Draw, tools: list[Tool]) -> list[Message]:
         user(step.text),
         Sample("call", [], calls=[step.call]).turn(),
         {"role": "tool", "content": result},
-        {"role": "assistant", "content": answer},
+        assistant(answer),
     ]
 
 
