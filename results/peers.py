@@ -171,8 +171,8 @@ def modules_in_bf16(model: dict[str, Any]) -> list[str]:
     """Return the modules that published checkpoints in block fp8 leave in bf16."""
     small = ("linear_attn.in_proj_a", "linear_attn.in_proj_b", "mlp.gate", "mlp.shared_expert_gate")
     layers = [f"model.layers.{nth}" for nth in range(model["num_hidden_layers"])]
-    named = [f"{layer}.{name}" for layer in [*layers, "mtp.layers.0"] for name in small]
-    return ["lm_head", "mtp.fc", *named]
+    modules = [f"{layer}.{name}" for layer in [*layers, "mtp.layers.0"] for name in small]
+    return ["lm_head", "mtp.fc", *modules]
 
 
 def online(options: argparse.Namespace, flags: list[str], folder: Path) -> list[Record]:
@@ -185,8 +185,8 @@ def online(options: argparse.Namespace, flags: list[str], folder: Path) -> list[
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    for command, described in set_ups(options, folder, port):
-        line = [*NANOVLLM, "bench", *described, "--url", url, "--processes", "6"]
+    for command, bench_args in set_ups(options, folder, port):
+        line = [*NANOVLLM, "bench", *bench_args, "--url", url, "--processes", "6"]
         try:
             with serving(command, url):
                 for load in loads(options.streams, flags):
@@ -218,8 +218,8 @@ def set_ups(
         ours += f" --set server.workers={count}" if count != "1" else ""
         variants = ([], *(text.split(",") for text in options.also))
         for changes in variants if options.only != "vllm" else ():
-            changed = [word for change in changes for word in ("--set", change)]
-            own = [*ours.split(), *options.ours, *changed]
+            set_flags = [word for change in changes for word in ("--set", change)]
+            own = [*ours.split(), *options.ours, *set_flags]
             yield [*NANOVLLM, "serve", *own], own
 
 
@@ -342,17 +342,17 @@ def run_vllm(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if process.returncode == 0 and num_results == len(job["loads"]):
         return
     code = process.returncode
-    how = "without a result" if code == 0 else f"with exit code {code}"
+    ending = "without a result" if code == 0 else f"with exit code {code}"
     lines = log.read_text(errors="replace").splitlines() or ["no output"]
-    shown = [one for one in lines if ERROR.search(one) or one == lines[-1]]
-    click.echo("\n".join([f"vLLM ended {how}; of {log}:", *shown[-SHOWN:]]), err=True)
+    error_lines = [one for one in lines if ERROR.search(one) or one == lines[-1]]
+    click.echo("\n".join([f"vLLM ended {ending}; of {log}:", *error_lines[-SHOWN:]]), err=True)
 
 
 def plain_load(load: TokenLoad) -> tuple[list[list[int]], list[int], dict[str, float]]:
     """Return prompts, numbers of output tokens and sampling, as vllm_offline.py reads them."""
     of = load.sampling
-    drawn = {"temperature": of.temperature, "top_p": of.top_p, "top_k": of.top_k or -1}
-    return load.prompts, load.outputs, drawn  # -1 means no limit in vLLM
+    sampling_params = {"temperature": of.temperature, "top_p": of.top_p, "top_k": of.top_k or -1}
+    return load.prompts, load.outputs, sampling_params  # -1 means no limit in vLLM
 
 
 def vllm_settings() -> str:
@@ -361,8 +361,8 @@ def vllm_settings() -> str:
     Keys are left out, because records are published.
     """
     hidden = {"VLLM_PYTHON", "VLLM_API_KEY"}
-    named = sorted(name for name in {*os.environ} - hidden if name.startswith("VLLM_"))
-    return "".join(f"{name}={shlex.quote(os.environ[name])} " for name in named)
+    names = sorted(name for name in {*os.environ} - hidden if name.startswith("VLLM_"))
+    return "".join(f"{name}={shlex.quote(os.environ[name])} " for name in names)
 
 
 @contextmanager
@@ -403,10 +403,10 @@ def loads(streams: str, flags: list[str]) -> Iterator[list[str]]:
 def bench(line: Sequence[str], results_dir: Path) -> list[Record]:
     """Run `nanovllm bench`, print its output, and return the records that it wrote."""
     line = [*line, "--results-dir", str(results_dir)]
-    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False)
-    click.echo(done.stdout)
-    done.check_returncode()
-    places = re.findall(r"^record: (.+)$", done.stdout, re.MULTILINE)
+    process = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False)
+    click.echo(process.stdout)
+    process.check_returncode()
+    places = re.findall(r"^record: (.+)$", process.stdout, re.MULTILINE)
     return [store.find(place, results_dir) for place in places]
 
 
