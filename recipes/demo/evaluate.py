@@ -78,8 +78,8 @@ class Case:
         if not self.written.endswith(render.END):
             return True
         text = self.reply()
-        wanted = "" if self.kind in (WILD, FIRST) else self.sample.body()
-        return forms.salad(text, f"{self.prompt} {wanted}")
+        expected = "" if self.kind in (WILD, FIRST) else self.sample.body()
+        return forms.salad(text, f"{self.prompt} {expected}")
 
     def says_so(self) -> bool:
         """Return True if the answer is one of the refusals."""
@@ -264,8 +264,10 @@ def measure(folder: Path, count: int, device: str) -> dict[str, Any]:
     wild = of_wild([case for case in todo if case.kind == WILD])
     log.info("%-9s %d prompts, %d salad; %d beyond it, %d say so", WILD, *list(wild.values())[:4])
     first = of_first([case for case in todo if case.kind == FIRST])
-    for miss in first["failed"]:
-        log.info("%-9s %r must match %r: %r", FIRST, miss["asked"], miss["must"], miss["got"])
+    for failure in first["failed"]:
+        log.info(
+            "%-9s %r must match %r: %r", FIRST, failure["asked"], failure["must"], failure["got"]
+        )
     counts = [first[key] for key in ("prompts", "acceptable", "salad")]
     log.info("%-9s %d questions, %d answers acceptable, %d salad", FIRST, *counts)
     return {

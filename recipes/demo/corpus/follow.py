@@ -170,12 +170,12 @@ def why_sum(draw: Draw) -> Sample:
     problem, text = first_sum(draw)
     messages = [user(text), assistant(answered(problem))]
     if draw.chance(0.3):
-        answer, asks = f"Yes: {answered(problem)}", SURE
+        answer, wordings = f"Yes: {answered(problem)}", SURE
     else:
-        answer, asks = f"Step by step: {sums.steps(problem)}. So {problem.result}.", WHY_SUM
+        answer, wordings = f"Step by step: {sums.steps(problem)}. So {problem.result}.", WHY_SUM
     return Sample(
         "followup",
-        [*messages, user(talk.typed(draw, draw.wording(asks)))],
+        [*messages, user(talk.typed(draw, draw.wording(wordings)))],
         answer,
         thought="The user asks about the last sum.",
     )
@@ -190,13 +190,13 @@ def earlier(draw: Draw) -> Sample:
 def again(draw: Draw) -> Sample:
     """Return a request for the last answer: unchanged, its first sentence only, or in capitals."""
     before = earlier(draw)
-    answer, asks, thought = before.answer, AGAIN, "I repeat my answer."
+    answer, wordings, thought = before.answer, AGAIN, "I repeat my answer."
     if before.kind in ("about", "chat") and draw.chance(0.5):
-        answer, asks = re.split(r"(?<=[.!?])\s", answer)[0], SHORTER
+        answer, wordings = re.split(r"(?<=[.!?])\s", answer)[0], SHORTER
         thought = "I only say the first sentence."
     elif before.kind == "echo" and answer.isascii() and draw.chance(0.5):
-        answer, asks, thought = answer.upper(), LOUD, "I write it in capitals."
-    text = talk.typed(draw, draw.wording(asks))
+        answer, wordings, thought = answer.upper(), LOUD, "I write it in capitals."
+    text = talk.typed(draw, draw.wording(wordings))
     messages = [*before.messages, before.turn(), user(text)]
     return Sample("followup", messages, answer, thought=thought)
 

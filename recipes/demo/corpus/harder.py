@@ -101,8 +101,8 @@ def percent(draw: Draw) -> Sample:
         return draw.pick(PERCENTS), n
 
     p, n = draw.from_split(make)
-    ask = draw.expand(draw.pick(PERCENT_FRAMES))
-    text = ask.replace("{p}", str(p)).replace("{n}", str(n))
+    frame = draw.expand(draw.pick(PERCENT_FRAMES))
+    text = frame.replace("{p}", str(p)).replace("{n}", str(n))
     unit = 100 if n % 100 == 0 else 10
     part = n // unit
     product = p * part

@@ -126,36 +126,36 @@ def named(draw: Draw, between: list[Message]) -> Sample:
     shape = draw.random.random()
     if shape < 0.3:
         return Sample("memory", [*between, first], met(name), thought=thought)
-    ask = draw.wording(ASK_NAME)
+    question = draw.wording(ASK_NAME)
     if shape < 0.38:
-        text = f"{first['content'].rstrip('.!?')}. {ask}"
+        text = f"{first['content'].rstrip('.!?')}. {question}"
         return Sample("memory", [user(text)], f"Your name is {name}.", thought=thought)
     reply = met(name)
     if draw.chance(0.2):
         reply = draw.pick(REPLIES).replace("{0}", name)
     messages = [first, assistant(reply), *between]
     if shape < 0.46:
-        who = talk.entries("chat.txt")
-        answer = next(entry.say for entry in who if entry.name == "who")
+        chat_entries = talk.entries("chat.txt")
+        answer = next(entry.say for entry in chat_entries if entry.name == "who")
         messages.append(user(draw.expand(draw.pick(ASK_OTHER_NAME))))
         return Sample("memory", messages, answer, thought="The question is about me.")
     if shape < 0.54:
         name = any_name(draw)
         messages += [user(introduction(draw, name)), assistant(met(name))]
-    messages.append(user(ask))
+    messages.append(user(question))
     return Sample("memory", messages, f"Your name is {name}.", thought=f"The name is {name}.")
 
 
 def remembered(draw: Draw, between: list[Message]) -> Sample:
     """Return a sample about another fact: an acknowledgement, a question, or a fact not given."""
     kind = draw.pick(list(FACTS))
-    make, tell = FACTS[kind]
+    make, statement = FACTS[kind]
     if kind not in ("job", "code") and draw.chance(0.1):
         answer = f"You have not told me your {kind} yet."
         question = user(draw.wording([RECALL[kind]]))
         return Sample("memory", [question], answer, thought=f"The {kind} was not told.")
     value = make(draw)
-    text = draw.wording([tell]).replace("{0}", value)
+    text = draw.wording([statement]).replace("{0}", value)
     if draw.chance(0.2):
         text = draw.pick(HELLOS) + text
     reply = f"I will remember: your {kind} is {value}."

@@ -113,14 +113,16 @@ def plain_list(draw: Draw) -> tuple[str, Any]:
 def plain_json(draw: Draw) -> Sample:
     make = draw.pick([facts, facts, facts, facts, facts, labels, labels, records, plain_list])
     text, content = make(draw)
-    ask = draw.wording(ASK_LIST if make is plain_list else ASK)
+    instruction = draw.wording(ASK_LIST if make is plain_list else ASK)
     quoted = draw.pick(["{0}", '"{0}"', "{0}", "'{0}'", "{0}"]).replace("{0}", text)
     if draw.chance(0.1):
-        ask = ask.lower()
+        instruction = instruction.lower()
     if draw.chance(0.3):
-        message = quoted + draw.pick(["\n", "\n\n", " "]) + ask + draw.pick([".", "", "?", "!"])
+        message = (
+            quoted + draw.pick(["\n", "\n\n", " "]) + instruction + draw.pick([".", "", "?", "!"])
+        )
     else:
-        message = ask + draw.pick([": ", ": ", ":\n", ".\n", "\n\n", " - "]) + quoted
+        message = instruction + draw.pick([": ", ": ", ":\n", ".\n", "\n\n", " - "]) + quoted
     answer = json.dumps(content, ensure_ascii=False)
     thought = "I write the facts of the text as JSON."
     return Sample("json", [user(message)], answer, thought=thought, is_json=True)

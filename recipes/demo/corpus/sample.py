@@ -58,8 +58,8 @@ class Sample:
             if self.calls:
                 parts = text.removesuffix("</tool_call>").split("</tool_call>")
                 bodies = [part.strip().removeprefix("<tool_call>") for part in parts]
-                wanted = [{"name": c.name, "arguments": c.arguments} for c in self.calls]
-                return not self.answer and [json.loads(body) for body in bodies] == wanted
+                expected = [{"name": c.name, "arguments": c.arguments} for c in self.calls]
+                return not self.answer and [json.loads(body) for body in bodies] == expected
             if self.is_json:
                 return bool(json.loads(text) == json.loads(self.answer))
         except ValueError:

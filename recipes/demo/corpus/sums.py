@@ -217,10 +217,10 @@ def counting(draw: Draw) -> Sample:
     low = draw.pick([1, 1, 1, draw.number(0, 50)])
     high = low + draw.number(2, 14)
     numbers = [str(number) for number in range(low, high + 1)]
-    ask: Callable[[str], str] = draw.expand
-    text = ask("(Count|Please count|Can you count|Count up) from {a} to {b}(.||?)")
+    expand: Callable[[str], str] = draw.expand
+    text = expand("(Count|Please count|Can you count|Count up) from {a} to {b}(.||?)")
     if draw.chance(0.2):
-        text = ask("(Count|Please count) (down|backwards) from {b} to {a}(.|)")
+        text = expand("(Count|Please count) (down|backwards) from {b} to {a}(.|)")
         numbers.reverse()
     text = text.replace("{a}", str(low)).replace("{b}", str(high))
     return Sample("chat", [user(text)], ", ".join(numbers), thought="I count one by one.")

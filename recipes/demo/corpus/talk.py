@@ -154,8 +154,8 @@ def chat(draw: Draw) -> Sample:
 def capital(draw: Draw) -> Sample:
     def make() -> tuple[str, str]:
         country = draw.pick(list(CAPITALS))
-        ask = draw.expand(draw.pick(ASK_CAPITAL)).replace("{0}", country)
-        return country, greeted(draw, ask)
+        wording = draw.expand(draw.pick(ASK_CAPITAL)).replace("{0}", country)
+        return country, greeted(draw, wording)
 
     country, question = draw.from_split(make, key=lambda pair: pair[1])
     text = typed(draw, question)

@@ -59,8 +59,8 @@ def event(draw: Draw) -> str:
 
 
 def problem(draw: Draw) -> str:
-    what = draw.pick(["is broken", "does not start", "is too slow", "is missing", "makes noise"])
-    return f"the {words.word(draw)} {draw.pick(['', words.word(draw) + ' '])}{what}"
+    fault = draw.pick(["is broken", "does not start", "is too slow", "is missing", "makes noise"])
+    return f"the {words.word(draw)} {draw.pick(['', words.word(draw) + ' '])}{fault}"
 
 
 def status(draw: Draw) -> str:
@@ -307,14 +307,14 @@ def invented_family(draw: Draw) -> Family:
     pairs = [f"{slot.key} {{{slot.key}}}" for slot in slots]
     links = [f"{slot.key}={{{slot.key}}}" for slot in slots]
     Verb = verb.capitalize()
-    asks = [
+    wordings = [
         f"({Verb}|Please {verb}|I want you to {verb}|Can you {verb}) the {noun} (with|for) "
         f"{words.listing(pairs)}(.||?)",
         f"({Verb}|{Verb} the|{Verb} a) {noun}: {', '.join(links)}",
         f"(Use|Call|Run) {noun} {verb} with {words.listing(pairs)}.",
     ]
     does = [f"{Verb} the {noun}( of a {other}|).", f"{Verb} (a|one|the) {noun} for the user."]
-    return Family(noun, [draw.pick(names)], does, slots, asks)
+    return Family(noun, [draw.pick(names)], does, slots, wordings)
 
 
 def draw_family(draw: Draw) -> Family:
