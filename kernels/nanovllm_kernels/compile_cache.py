@@ -85,8 +85,8 @@ def load(path: Path) -> Compiled | None:
     from cutlass import cute  # imported here, because it takes a second
 
     with suppress(Exception):  # the loader's exception for a damaged file is unspecified
-        loaded: Compiled = cute.runtime.load_module(str(path), enable_tvm_ffi=True)[NAME]
-        return loaded
+        kernel: Compiled = cute.runtime.load_module(str(path), enable_tvm_ffi=True)[NAME]
+        return kernel
     return None
 
 

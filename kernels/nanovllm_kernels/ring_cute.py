@@ -27,7 +27,7 @@ def next_stage(stage: Int32, phase: Int32, stages: cutlass.Constexpr) -> tuple:
 
 
 @cute.jit
-def meet(cluster: cutlass.Constexpr) -> None:
+def sync_cluster(cluster: cutlass.Constexpr) -> None:
     """Synchronise all threads of the cluster, or of the block if `cluster` is 1."""
     if cutlass.const_expr(cluster > 1):
         arch.cluster_arrive()

@@ -245,7 +245,7 @@ def experts(
     from nanovllm_kernels.experts.rows import sort_rows
     from nanovllm_kernels.fp8_reference import BLOCK, FP8
 
-    chosen = 4
+    num_chosen = 4
     x_TD = normal(device, num_tokens, width, dtype=torch.bfloat16)
     shapes = (num_experts, 2 * inner, width), (num_experts, width, inner)
     weights = [
@@ -258,22 +258,22 @@ def experts(
         for n, shape in enumerate(((2 * blocks[0], blocks[1]), blocks[::-1]), 4)
     ]
     scores_TE = normal(device, num_tokens, num_experts, dtype=torch.float32, seed=3).softmax(1)
-    weights_TK, experts_TK = (each[:, :chosen].contiguous() for each in scores_TE.sort(1, True))
+    weights_TK, experts_TK = (each[:, :num_chosen].contiguous() for each in scores_TE.sort(1, True))
     experts_TK = experts_TK.int()
 
     def by(many: tuple[ExpertProducts, ...], part: slice, is_fp8: bool = False) -> Tensor:
         gate_up, down = [weight.to(FP8) for weight in weights] if is_fp8 else weights
         of_gate_up, of_down = scales if is_fp8 else (None, None)
-        num_pairs = chosen * len(x_TD[part])
+        num_pairs = num_chosen * len(x_TD[part])
         fitting = (products for products in many if products.fits(num_pairs, gate_up))
         products = next(fitting, ORDERED_EXPERTS)
         tile = products.tile(num_pairs, num_experts)
         rows = sort_rows(experts_TK[part], 0, num_experts, tile)
-        y_XF = products.gate_up(x_TD[part], gate_up, of_gate_up, rows, chosen)
-        y_XD = products.down(y_XF, down, of_down, rows, chosen)
+        y_XF = products.gate_up(x_TD[part], gate_up, of_gate_up, rows, num_chosen)
+        y_XD = products.down(y_XF, down, of_down, rows, num_chosen)
         return combine(y_XD, weights_TK[part], rows.row_of_TK)
 
-    case = f"T={num_tokens} K={chosen} E={num_experts} F={inner} D={width}"
+    case = f"T={num_tokens} K={num_chosen} E={num_experts} F={inner} D={width}"
     yield Check("experts", f"{case} triton", num_tokens, lambda part: by((), part))
     yield Check("experts", f"{case} fp8", num_tokens, lambda part: by((), part, is_fp8=True))
     if device.type == "cuda":
@@ -295,8 +295,8 @@ def linear(num_features: int, width: int, device: torch.device) -> Iterator[Chec
     scale = normal(device, *blocks, dtype=torch.float32, seed=2).exp()
 
     def dense(part: slice) -> Tensor:
-        fits = ORDERED_LINEAR.fits(len(x_TD[part]), weight_ND)
-        return (ORDERED_LINEAR.linear if fits else F.linear)(x_TD[part], weight_ND)
+        is_supported = ORDERED_LINEAR.fits(len(x_TD[part]), weight_ND)
+        return (ORDERED_LINEAR.linear if is_supported else F.linear)(x_TD[part], weight_ND)
 
     def fp8(part: slice) -> Tensor:
         values, scales = TILED_FP8.quantise(x_TD[part])

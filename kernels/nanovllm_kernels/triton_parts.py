@@ -20,7 +20,7 @@ def wait(is_early: tl.constexpr):
 
 
 @triton.jit
-def let_next_come(is_time: tl.constexpr):
+def launch_dependents(is_time: tl.constexpr):
     if is_time:
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -44,8 +44,8 @@ from torch import Tensor
 from nanovllm_kernels.adapters import reference
 from nanovllm_kernels.adapters.reference import NO_ADAPTER, NO_OWNER, RANK_PAGE
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
-from nanovllm_kernels.device import follows
-from nanovllm_kernels.triton_parts import dot, let_next_come, wait
+from nanovllm_kernels.device import launches_early
+from nanovllm_kernels.triton_parts import dot, launch_dependents, wait
 
 FEW_TOKENS = 128  # up to here chunks of inputs are computed by programs of their own
 FEW_TILE, MANY_TILE = 16, 32  # tokens of a program
@@ -90,7 +90,7 @@ def add_deltas(
     assert num_parts <= MOST_PARTS and x_TD.stride(1) == 1 and len(adapter_T) == num_tokens
     assert a_RID.stride(2) == b_RN.stride(1) == 1
     is_few = num_tokens <= FEW_TOKENS
-    waits = is_few and follows(num_tokens, x_TD.device)
+    waits = is_few and launches_early(num_tokens, x_TD.device)
     tile = FEW_TILE if is_few else MANY_TILE
     tables = {} if tables is None else tables
     if is_first := not tables:
@@ -207,7 +207,7 @@ def shrink_kernel(
 ):  # fmt: skip
     """Compute one of SUMS sums of each token, over CHUNKS chunks of LOADS times INPUTS inputs."""
     wait(WAITS and IS_FIRST)
-    let_next_come(WAITS)
+    launch_dependents(WAITS)
     part, nth_sum, tile = tl.program_id(0) // SUMS, tl.program_id(0) % SUMS, tl.program_id(1)
     count = tl.load(pages_X + tile)
     t, is_token = tokens_of(tokens_X, token_XT, tile, TOKENS)
@@ -246,7 +246,7 @@ def expand_kernel(
     WAITS: tl.constexpr,
 ):  # fmt: skip
     """Add the products of the sums h with B to some columns of y."""
-    let_next_come(WAITS)
+    launch_dependents(WAITS)
     tile = tl.program_id(1)
     count = tl.load(pages_X + tile)
     if count > 0:
@@ -295,7 +295,7 @@ def expand_gated_kernel(
 
     The sums and the activated gate are rounded, as in launches of their own.
     """
-    let_next_come(WAITS)
+    launch_dependents(WAITS)
     tile = tl.program_id(1)
     count = tl.load(pages_X + tile)
     t, is_token = tokens_of(tokens_X, token_XT, tile, TOKENS)

@@ -168,7 +168,8 @@ def rows_of_every_end() -> list[KVRows]:
 
 def timed_rows() -> list[KVRows]:
     order = torch.randperm(256, generator=torch.Generator().manual_seed(3))
-    spread = tuple(torch.linspace(100, 2048, 256).int()[order].tolist())  # middle of workload W1
+    # Lengths of 256 requests in the middle of an offline run, in random order.
+    spread_lengths = tuple(torch.linspace(100, 2048, 256).int()[order].tolist())
     equal = [
         KVRows((length,) * R, (H, G, A), page_tokens, timed_as=f"R={R} ctx={length}")
         for R, length, H, G, A, page_tokens in (
@@ -184,7 +185,7 @@ def timed_rows() -> list[KVRows]:
             (64, 4096, 16, 2, 256, 64),
         )
     ]
-    return [*equal, KVRows(spread, (16, 8, 128), 128, timed_as="R=256 ctx=100..2048")]
+    return [*equal, KVRows(spread_lengths, (16, 8, 128), 128, timed_as="R=256 ctx=100..2048")]
 
 
 def timed_drafts() -> list[KVRows]:

@@ -114,14 +114,14 @@ def checked_rows() -> list[KVRows]:
 
 def timed_rows() -> list[KVRows]:
     order = torch.randperm(128, generator=torch.Generator().manual_seed(3))
-    spread = tuple(torch.linspace(100, 4096, 128).int()[order].tolist())
+    spread_lengths = tuple(torch.linspace(100, 4096, 128).int()[order].tolist())
     shapes = [
         ((length,) * R, heads, 0, f"R={R} ctx={length}")
         for R, length in ((128, 4096), (1, 4096), (1, 256), (64, 1024), (256, 256))
         for heads in (16, 128)
     ]
     shapes += [((4096,) * 128, 16, width, f"R=128 ctx=4096 W={width}") for width in (2, 4)]
-    shapes.append((spread, 16, 0, "R=128 ctx=100..4096"))
+    shapes.append((spread_lengths, 16, 0, "R=128 ctx=100..4096"))
     return [
         KVRows(lengths, (h, 1, R1), 128, new=(w,) * len(lengths) * bool(w), width=w, timed_as=name)
         for lengths, h, w, name in shapes

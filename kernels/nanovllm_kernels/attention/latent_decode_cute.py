@@ -35,15 +35,15 @@ from torch import Tensor
 from nanovllm_kernels.attention.latent_decode import merge
 from nanovllm_kernels.attention.paged_decode import MAX_WIDTH, DecodeKernel, plan_lanes, results_of
 from nanovllm_kernels.compile_cache import CachedCompile, Compiled
-from nanovllm_kernels.device import follows
+from nanovllm_kernels.device import launches_early
 from nanovllm_kernels.like import compiled, like
 from nanovllm_kernels.ring_cute import (
     READ_ONCE,
     exchange,
     four_words,
-    meet,
     next_stage,
     of_four,
+    sync_cluster,
 )
 
 RANK = 512  # elements of a latent
@@ -127,7 +127,7 @@ def latent_decode(
     operands = Operands(page_table_RM, lengths_R, starts, o, plan_N5, partial_o, partial_lse)
     run = compile_decode(num_heads, pages_PSX.shape[1], 0 if starts_R1 is None else width)
     run(q_THX, rotated_THA, pages_PSX, operands, scale * LOG2_E)
-    waits = follows(num_tokens, q_THX.device)
+    waits = launches_early(num_tokens, q_THX.device)
     more = {"RAGGED": starts_R1 is not None, "WAITS": waits, "launch_pdl": waits}
     merge(o_THX, partial_o, partial_lse, starts_R1, plan_N5, W=width, **more)
     return o_THX
@@ -263,7 +263,7 @@ class LatentDecode:
                     arch.mbarrier_init(shared.weighed + stage, 4)
                     arch.mbarrier_init(shared.empty + stage, 4 * SUMMERS * self.cluster)
             arch.mbarrier_init_fence()
-        meet(self.cluster)
+        sync_cluster(self.cluster)
         if nth_warp >= 4 * LOADER:
             arch.setmaxregister_decrease(LOADER_REGISTERS)
             if nth_warp == 4 * LOADER:
@@ -273,9 +273,9 @@ class LatentDecode:
             self.score(shared, products[0], scale)
         else:
             arch.setmaxregister_increase(SUMMER_REGISTERS)
-            self.sum_up(operands, shared, products[1], scale)
+            self.accumulate(operands, shared, products[1], scale)
         if cutlass.const_expr(self.cluster > 1):
-            meet(self.cluster)  # the other block may still access this one's barriers
+            sync_cluster(self.cluster)  # the other block may still access this one's barriers
 
     def allocate(self, rings: tuple) -> Shared:
         smem = cutlass.utils.SmemAllocator()
@@ -434,7 +434,7 @@ class LatentDecode:
     def note(self, shared: Shared, stage: Int32) -> Note:
         return Note(*(shared.notes[n, stage] for n in range(len(Note._fields))))
 
-    def nth_of(self) -> Int32:
+    def new_token_of_warp(self) -> Int32:
         """Return the index of the new token of this warp's pairs. They all belong to one token."""
         warps = arch.make_warp_uniform(arch.warp_idx()) % 4
         return (arch.block_idx()[0] * PAIRS + warps * PIECE) // self.num_heads
@@ -442,7 +442,7 @@ class LatentDecode:
     @cute.jit
     def score(self, shared: Shared, mma: cute.TiledMma, scale: Float32) -> None:
         thread = arch.thread_idx()[0] % 128
-        nth = self.nth_of()
+        nth = self.new_token_of_warp()
         slice_ = mma.get_slice(0)
         q, q_rotated = (
             slice_.make_fragment_A(slice_.partition_A(x)) for x in (shared.q, shared.q_rotated)
@@ -459,7 +459,7 @@ class LatentDecode:
         fresh.set(warpgroup.Field.ACCUMULATE, False)
         more.set(warpgroup.Field.ACCUMULATE, True)
         highest, total = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
-        fades = cute.make_rmem_tensor(2, Float32)
+        rescales = cute.make_rmem_tensor(2, Float32)
         stage, phase, q_phase = Int32(0), Int32(0), Int32(0)
         arch.mbarrier_wait(shared.full + stage * PARTS, phase)
         query, count, seen, tokens, flags = self.note(shared, stage)
@@ -490,9 +490,9 @@ class LatentDecode:
                         token = n // 4 * 8 + thread % 4 * 2 + n % 2
                         s[n] = cutlass.select_(token < limit, s[n], Float32(-math.inf))
                 for r in cutlass.range_constexpr(2):
-                    self.soften(s, p, (highest, total, fades), r, scale)
+                    self.softmax_step(s, p, (highest, total, rescales), r, scale)
                 cute.copy(copy, p_from, p_to[None, None, None, stage])
-                self.leave_sums(shared, stage, (fades, highest, total), flags)
+                self.store_sums(shared, stage, (rescales, highest, total), flags)
             if tokens < BLOCK:
                 self.clear(shared, stage, tokens)
             arch.fence_view_async_shared()
@@ -519,9 +519,11 @@ class LatentDecode:
         else:
             self.arrive(barrier)
 
-    def soften(self, s: cute.Tensor, p: cute.Tensor, run: tuple, r: int, scale: Float32) -> None:
+    def softmax_step(
+        self, s: cute.Tensor, p: cute.Tensor, run: tuple, r: int, scale: Float32
+    ) -> None:
         """Turn one pair's scores into weights (online softmax)."""
-        highest, total, fades = run
+        highest, total, rescales = run
         places = [n for n in range(cute.size(s)) if n // 2 % 2 == r]
         best = highest[r]
         for n in places:
@@ -529,7 +531,7 @@ class LatentDecode:
         best = of_four(arch.fmax, best)
         is_near = (best - highest[r]) * scale <= NEAR
         best = cutlass.select_(is_near, highest[r], best)
-        fades[r] = arch.exp2((highest[r] - best) * scale)
+        rescales[r] = arch.exp2((highest[r] - best) * scale)
         base = best * scale
         weights = [arch.exp2(s[n] * scale - base) for n in places]
         for n, weight in zip(places, weights, strict=True):
@@ -537,17 +539,17 @@ class LatentDecode:
         highest[r] = best
         while len(weights) > 1:
             weights = [a + b for a, b in zip(weights[::2], weights[1::2], strict=True)]
-        total[r] = total[r] * fades[r] + weights[0]
+        total[r] = total[r] * rescales[r] + weights[0]
 
     @cute.jit
-    def leave_sums(self, shared: Shared, stage: Int32, run: tuple, flags: Int32) -> None:
+    def store_sums(self, shared: Shared, stage: Int32, run: tuple, flags: Int32) -> None:
         """Store the factor of earlier sums; at a row's end, also the maximum score and divisor."""
-        fades, highest, total = run
+        rescales, highest, total = run
         for r in cutlass.range_constexpr(2):
             pair, sum_ = self.pair_of(r), total[r]
             sum_ = of_four(operator.add, sum_)
             if arch.lane_idx() % 4 == 0:
-                shared.sums[0, pair, stage] = fades[r]
+                shared.sums[0, pair, stage] = rescales[r]
                 if flags & ENDS != 0:
                     shared.sums[1, pair, stage] = highest[r]
                     shared.sums[2, pair, stage] = sum_
@@ -567,10 +569,10 @@ class LatentDecode:
             cute.local_tile(line, (8,), (n % eights,)).store(zeros)
 
     @cute.jit
-    def sum_up(
+    def accumulate(
         self, operands: Operands, shared: Shared, mma: cute.TiledMma, scale: Float32
     ) -> None:
-        nth = self.nth_of()
+        nth = self.new_token_of_warp()
         slice_ = mma.get_slice(128 * (arch.make_warp_uniform(arch.warp_idx()) // 4))
         layout = cute.select(shared.latents.layout, [1, 0, 2])
         values = cute.make_tensor(shared.latents.iterator, layout)
@@ -587,10 +589,10 @@ class LatentDecode:
             arch.mbarrier_wait(shared.weighed + stage, phase)
             for part in cutlass.range_constexpr(1, PARTS):
                 arch.mbarrier_wait(shared.full + stage * PARTS + part, phase)
-            fades = [shared.sums[0, self.pair_of(r), stage] for r in range(2)]
-            if arch.vote_any_sync((fades[0] != 1) | (fades[1] != 1)):
+            rescales = [shared.sums[0, self.pair_of(r), stage] for r in range(2)]
+            if arch.vote_any_sync((rescales[0] != 1) | (rescales[1] != 1)):
                 for n in cutlass.range_constexpr(cute.size(o)):
-                    o[n] = o[n] * fades[n // 2 % 2]
+                    o[n] = o[n] * rescales[n // 2 % 2]
             warpgroup.fence()
             first.set(warpgroup.Field.ACCUMULATE, flags & BEGINS == 0)
             for step in cutlass.range_constexpr(BLOCK // 16):
@@ -606,13 +608,13 @@ class LatentDecode:
             self.release(shared.empty + stage)
             if is_left:
                 for r in cutlass.range_constexpr(2):
-                    self.leave(o, sums[None, r], r, (query, flags, scale), operands)
+                    self.store_pair(o, sums[None, r], r, (query, flags, scale), operands)
             stage, phase = next_stage(stage, phase, STAGES)
             arch.mbarrier_wait(shared.full + stage * PARTS, phase)
             query, count, _, _, flags = self.note(shared, stage)
 
     @cute.jit
-    def leave(
+    def store_pair(
         self, o: cute.Tensor, sums: cute.Tensor, r: int, row: tuple, operands: Operands
     ) -> None:
         """Store one of this thread's two pairs: a row's result, or this lane's part of it."""

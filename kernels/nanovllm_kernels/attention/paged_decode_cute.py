@@ -376,7 +376,7 @@ class PagedDecode:
             return row, 1
         return operands.starts[row], operands.starts[row + 1] - operands.starts[row]
 
-    def noted_count(self, shared: Shared, stage: Int32) -> Any:  # noqa: ANN401
+    def query_count(self, shared: Shared, stage: Int32) -> Any:  # noqa: ANN401
         return shared.notes[4, stage] if self.ragged else 1
 
     def pages_of(self, table: cute.Tensor, row: Int32, block: Int32) -> Int32:
@@ -456,10 +456,10 @@ class PagedDecode:
         mma = cute.make_tiled_mma(op, (1, 1, 1), permutation_mnk=(16, 16, 16))
         part = mma.get_slice(thread)
         plain = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.kind)
-        turned = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.kind)
+        transpose_atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.kind)
         q_copy = cute.make_tiled_copy_A(plain, mma).get_slice(thread)
         k_copy = cute.make_tiled_copy_B(plain, mma).get_slice(thread)
-        v_copy = cute.make_tiled_copy_B(turned, mma).get_slice(thread)
+        v_copy = cute.make_tiled_copy_B(transpose_atom, mma).get_slice(thread)
         # This warp's tokens: keys [token, element, stage], values [element, token, stage].
         k = cute.flat_divide(shared.k, (PIECE, self.stored))[None, None, nth_warp, 0, None]
         v = cute.make_tensor(shared.v.iterator, cute.select(shared.v.layout, [1, 0, 2]))
@@ -468,8 +468,8 @@ class PagedDecode:
         v_from = v_copy.partition_S(v)
         q_in = part.make_fragment_A(part.partition_A(shared.q[None, None, 0]))
         k_raw, v_raw = (part.make_fragment_B(part.partition_B(x[None, None, 0])) for x in (k, v))
-        k_in = self.room(part, k_raw, (PIECE, self.width))
-        v_in = self.room(part, v_raw, (self.width, PIECE))
+        k_in = self.widened_registers(part, k_raw, (PIECE, self.width))
+        v_in = self.widened_registers(part, v_raw, (self.width, PIECE))
         k_scale = self.scale_of(operands, 0)
         v_at = part.partition_B(cute.make_identity_tensor((self.stored, PIECE)))
         scores = part.partition_shape_C((16, PIECE))
@@ -486,11 +486,11 @@ class PagedDecode:
         while query >= 0:
             tokens = shared.notes[1, stage] - nth_warp * PIECE
             flags, lanes = shared.notes[2, stage], shared.notes[3, stage]
-            count = self.noted_count(shared, stage)
+            count = self.query_count(shared, stage)
             if flags & 1 != 0:
                 arch.mbarrier_wait(shared.first_q, 0)
                 copied = q_copy, q_from[None, None, None, stage]
-                self.take_q(copied, shared.q[None, None, stage], q_in, k_scale)
+                self.load_q(copied, shared.q[None, None, stage], q_in, k_scale)
                 run.highest.fill(LOWEST)
                 run.total.fill(0.0)
                 run.o.fill(0.0)
@@ -511,33 +511,33 @@ class PagedDecode:
                         token = n // 4 * 8 + thread % 4 * 2 + n % 2
                         s[n] = cutlass.select_(token < tokens, s[n], Float32(-math.inf))
                 if cutlass.const_expr(self.ragged):
-                    self.hide(s, shared.notes[5, stage] - nth_warp * PIECE)
+                    self.mask_new_tokens(s, shared.notes[5, stage] - nth_warp * PIECE)
                 for r in cutlass.range_constexpr(rows):
-                    self.soften(s, p, run, r)
+                    self.softmax_step(s, p, run, r)
                 self.widen(eight_bits.widen_values, v_raw, v_in)
                 cute.gemm(mma, o, p[None, None, 0], v_in[None, None, 0], o)
             arch.sync_warp()
             with arch.elect_one():
                 arch.mbarrier_arrive(shared.empty + stage)
             if flags & 2 != 0:
-                self.leave(run, shared, parity)
+                self.store_partial(run, shared, parity)
                 arch.barrier(barrier_id=1, number_of_threads=THREADS)
                 row = query, count, lanes & 0xFFFF, lanes >> 16
-                self.finish(operands, shared, parity, row)
+                self.combine_warps(operands, shared, parity, row)
                 parity ^= 1  # with two buffers, one barrier per row is enough
             stage, phase = next_stage(stage, phase, self.stages)
             arch.mbarrier_wait(shared.full + stage, phase)
             query = shared.notes[0, stage]
 
-    def room(self, part: cute.ThrMma, raw: cute.Tensor, shape: tuple) -> cute.Tensor:
+    def widened_registers(self, part: cute.ThrMma, raw: cute.Tensor, shape: tuple) -> cute.Tensor:
         """Return registers for widened keys or values, or `raw` if nothing is widened."""
         return cute.make_rmem_tensor(part.partition_shape_B(shape), Float16) if self.is_fp8 else raw
 
-    def widen(self, how: Callable[..., None], raw: cute.Tensor, wide: cute.Tensor) -> None:
+    def widen(self, convert: Callable[..., None], raw: cute.Tensor, wide: cute.Tensor) -> None:
         if self.is_fp8:
-            how(raw, wide)
+            convert(raw, wide)
 
-    def take_q(self, copied: tuple, q: cute.Tensor, q_in: cute.Tensor, scale: Float32) -> None:
+    def load_q(self, copied: tuple, q: cute.Tensor, q_in: cute.Tensor, scale: Float32) -> None:
         if self.is_fp8:
             eight_bits.load_q(q, q_in, 1 if self.pairs <= 8 else 2, scale)
         else:
@@ -548,7 +548,7 @@ class PagedDecode:
         return operands.scales[nth, arch.block_idx()[0]] if self.is_fp8 else Float32(1)
 
     @cute.jit
-    def hide(self, s: cute.Tensor, own: Int32) -> None:
+    def mask_new_tokens(self, s: cute.Tensor, own: Int32) -> None:
         """Mask the scores of this warp's tokens that come after a query.
 
         Tokens from `own` on are new: each query sees one of them more than its predecessor.
@@ -560,7 +560,7 @@ class PagedDecode:
                 is_seen = token <= own + pair // self.group
                 s[n] = cutlass.select_(is_seen, s[n], Float32(-math.inf))
 
-    def soften(self, s: cute.Tensor, p: cute.Tensor, run: Running, r: int) -> None:
+    def softmax_step(self, s: cute.Tensor, p: cute.Tensor, run: Running, r: int) -> None:
         """Turn one row's scores into weights (online softmax), and rescale the earlier sums."""
         o, highest, total = run
         places = [n for n in range(8) if n // 2 % 2 == r]
@@ -568,19 +568,19 @@ class PagedDecode:
         for n in places:
             best = arch.fmax(best, s[n])
         best = of_four(arch.fmax, best)
-        fade = arch.exp2((highest[r] - best) * self.scale)
+        rescale = arch.exp2((highest[r] - best) * self.scale)
         base = best * self.scale - self.lift if self.is_fp8 else best * self.scale
         weights = [arch.exp2(s[n] * self.scale - base) for n in places]
         for n, weight in zip(places, weights, strict=True):
             p[n] = weight.to(self.kind)
         highest[r] = best
-        total[r] = total[r] * fade + ((weights[0] + weights[1]) + (weights[2] + weights[3]))
+        total[r] = total[r] * rescale + ((weights[0] + weights[1]) + (weights[2] + weights[3]))
         for n in range(cute.size(o)):
             if n // 2 % 2 == r:
-                o[n] = o[n] * fade
+                o[n] = o[n] * rescale
 
     @cute.jit
-    def leave(self, run: Running, shared: Shared, parity: Int32) -> None:
+    def store_partial(self, run: Running, shared: Shared, parity: Int32) -> None:
         """Store this warp's part of a row's result to shared memory."""
         thread = arch.lane_idx()
         nth_warp = arch.make_warp_uniform(arch.warp_idx())
@@ -598,7 +598,7 @@ class PagedDecode:
                     shared.sums[1, pair, nth_warp, parity] = weight
 
     @cute.jit
-    def finish(self, operands: Operands, shared: Shared, parity: Int32, row: tuple) -> None:
+    def combine_warps(self, operands: Operands, shared: Shared, parity: Int32, row: tuple) -> None:
         """Combine the warps' parts of a row. Store its result, or if it was cut, this lane's part.
 
         `row` is (first query, number of queries, first lane, last lane).
@@ -675,9 +675,9 @@ class PagedDecode:
                     highest = best
                     for n in cutlass.range_constexpr(MERGED):
                         best = arch.fmax(best, lse[n])
-                    fade = arch.exp2(highest - best)
-                    total = total * fade
-                    mean.store(mean.load() * fade)
+                    rescale = arch.exp2(highest - best)
+                    total = total * rescale
+                    mean.store(mean.load() * rescale)
                     for n in cutlass.range_constexpr(MERGED):
                         weight = arch.exp2(lse[n] - best)
                         weight = cutlass.select_(lane + n <= last, weight, Float32(0))

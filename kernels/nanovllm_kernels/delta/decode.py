@@ -29,8 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.delta.reference import L2_EPS, DeltaWeights
-from nanovllm_kernels.device import follows
-from nanovllm_kernels.triton_parts import let_next_come, wait
+from nanovllm_kernels.device import launches_early
+from nanovllm_kernels.triton_parts import launch_dependents, wait
 
 MOST_WARPS = 4  # with more threads than channels, threads would repeat convolutions of others
 COLUMNS = 64  # columns of the state over neighbouring threads; with fewer, they cover more rows
@@ -59,7 +59,7 @@ def mix_drafted(
     assert recurrent_NHKV[0].is_contiguous() and conv_NCW[0].is_contiguous()
     assert qkv_TC.stride(1) == a_TH.stride(1) == b_TH.stride(1) == z_THV.stride(2) == 1
     x_THV = torch.empty(z_THV.shape, dtype=z_THV.dtype, device=z_THV.device)
-    waits = follows(num_rows, qkv_TC.device)
+    waits = launches_early(num_rows, qkv_TC.device)
     blocks = triton.next_power_of_2(k_size), triton.next_power_of_2(v_size)
     warps = min(max(blocks[0] * blocks[1] // 4096, 1), MOST_WARPS)
     delta_decode_kernel[(num_rows * num_heads,)](
@@ -119,7 +119,7 @@ def delta_decode_kernel(
     rate = tl.exp(tl.load(a_log_H + head).to(tl.float32))
     dt_bias = tl.load(dt_bias_H + head).to(tl.float32)
     norm_weight = tl.load(norm_V + v, v < V, 0.0).to(tl.float32)
-    let_next_come(WAITS)  # the next product prefetches its weights
+    launch_dependents(WAITS)  # the next product prefetches its weights
     wait(WAITS and inputs_NWX is None)
     x = inputs_of(0, first, num_right, num_tokens, inputs_at, inputs_token_stride, qkv_TC,
                   qkv_stride, a_TH, a_stride, b_TH, b_stride, z_THV, z_stride, head * z_head_stride,
@@ -138,11 +138,11 @@ def delta_decode_kernel(
         v_past = (v_past[1], v_past[2], v_now, v_now)
         q *= tl.rsqrt(tl.sum(q * q, 0) + l2_eps) * (K**-0.5)
         key *= tl.rsqrt(tl.sum(key * key, 0) + l2_eps)
-        seen = tl.sum(key * q, 0)
+        qk = tl.sum(key * q, 0)
         if inputs_NWX is None:
-            # All threads of the program wait for the ticket here. Its address depends on `seen`,
+            # All threads of the program wait for the ticket here. Its address depends on `qk`,
             # which is always below 2. So all threads have their stored inputs by then.
-            ticket_at = tickets_RG + row * G + key_head + (seen > 2.0).to(tl.int32)
+            ticket_at = tickets_RG + row * G + key_head + (qk > 2.0).to(tl.int32)
             moved = moved_by(ticket_at, H // G, key_head * 0 + K, "relaxed")
             in_k, in_v = k < moved, v < V
             store_past(conv_at, q_of, k_of, v_of, q_past, k_past, v_past, in_k, in_v, WIDTH)
@@ -150,15 +150,15 @@ def delta_decode_kernel(
         o = value
         if nth >= num_right:
             o = tl.sum(state * q[:, None, None], 0).reshape(V_BLOCK)
-        read = tl.sum(state * key[:, None, None], 0).reshape(V_BLOCK)
-        written = (value - read * decay) * tl.sigmoid(b)
-        added = written.reshape(V_BLOCK // COLUMNS, COLUMNS)[None, :, :]
+        prediction = tl.sum(state * key[:, None, None], 0).reshape(V_BLOCK)
+        update = (value - prediction * decay) * tl.sigmoid(b)
+        added = update.reshape(V_BLOCK // COLUMNS, COLUMNS)[None, :, :]
         state = state * decay + key[:, None, None] * added
         if nth == num_taken - 1:
             tl.store(state_at, state, in_state)
             q_conv, k_conv, v_conv = q_past, k_past, v_past
         if nth >= num_right:
-            o = (o * decay + seen * written).to(dtype).to(tl.float32)
+            o = (o * decay + qk * update).to(dtype).to(tl.float32)
             o = (o * tl.rsqrt(tl.sum(o * o, 0) / V + eps)).to(dtype).to(tl.float32) * norm_weight
             o = o.to(dtype).to(tl.float32) * z * tl.sigmoid(z)
             at = x_THV + (first + nth - num_right) * (H * V) + head * V + v

@@ -204,14 +204,14 @@ def ordered_kernel(
         v_past = (v_past[1], v_past[2], v_now, v_now)
         q *= tl.rsqrt(tl.sum(q * q, 0) + l2_eps) * (K**-0.5)
         key *= tl.rsqrt(tl.sum(key * key, 0) + l2_eps)
-        seen = tl.sum(key * q, 0)
+        qk = tl.sum(key * q, 0)
         decay = tl.exp(-rate * softplus(a + dt_bias))
         o = tl.sum(state * q[:, None, None], 0).reshape(V_BLOCK)
-        read = tl.sum(state * key[:, None, None], 0).reshape(V_BLOCK)
-        written = (value - read * decay) * tl.sigmoid(b)
-        added = written.reshape(V_BLOCK // COLUMNS, COLUMNS)[None, :, :]
+        prediction = tl.sum(state * key[:, None, None], 0).reshape(V_BLOCK)
+        update = (value - prediction * decay) * tl.sigmoid(b)
+        added = update.reshape(V_BLOCK // COLUMNS, COLUMNS)[None, :, :]
         state = (state * decay + key[:, None, None] * added).to(stored).to(tl.float32)
-        o = (o * decay + seen * written).to(dtype).to(tl.float32)
+        o = (o * decay + qk * update).to(dtype).to(tl.float32)
         o = (o * tl.rsqrt(tl.sum(o * o, 0) / V + eps)).to(dtype).to(tl.float32) * norm_weight
         o = o.to(dtype).to(tl.float32) * z * tl.sigmoid(z)
         tl.store(x_THV + token * (H * V) + head * V + v, o.to(dtype), in_output)

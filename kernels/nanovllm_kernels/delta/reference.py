@@ -155,9 +155,9 @@ def delta_rows(
         rows = (lengths_R > nth).nonzero()[:, 0]
         at = starts_R[rows] + nth
         state = states_RHKV[rows] * g_TH[at].float().exp()[..., None, None]
-        read = (state * k_THK[at][..., None]).sum(-2)
-        written = (v_THV[at].float() - read) * beta_TH[at].float()[..., None]
-        state = state + k_THK[at][..., None] * written[..., None, :]
+        prediction = (state * k_THK[at][..., None]).sum(-2)
+        update = (v_THV[at].float() - prediction) * beta_TH[at].float()[..., None]
+        state = state + k_THK[at][..., None] * update[..., None, :]
         states_RHKV[rows] = state
         o_THV[at] = (state * q_THK[at][..., None]).sum(-2).to(o_THV.dtype)
     recurrent_NHKV[slots_R] = states_RHKV.to(recurrent_NHKV.dtype)

@@ -59,9 +59,9 @@ def kernels(peers: Peers, nccl: Any) -> Iterator[tuple[Kernel, Callable[..., obj
     """Yield each kernel with a function that does the same by NCCL."""
     rank, size = peers.rank, peers.size
 
-    def by_nccl(then: Callable[..., object], parts_ITD: Tensor, *rest: Any) -> None:  # noqa: ANN401
+    def by_nccl(epilogue: Callable[..., object], parts_ITD: Tensor, *rest: Any) -> None:  # noqa: ANN401
         nccl.allreduce([parts_ITD[rank]]).wait()
-        then(parts_ITD[rank], *rest)
+        epilogue(parts_ITD[rank], *rest)
 
     def gathered_by_nccl(parts_ISW: Tensor) -> None:
         nccl._allgather_base(torch.empty_like(parts_ISW), parts_ISW[rank]).wait()
@@ -80,17 +80,17 @@ def kernels(peers: Peers, nccl: Any) -> Iterator[tuple[Kernel, Callable[..., obj
         ]
         return (*odd, *timed)
 
-    for name, run, expected, more, then in (
+    for name, run, expected, more, epilogue in (
         ("all_reduce", ops.all_reduce, ops.all_reduce_reference, 0, lambda x: x),
         ("all_reduce_add", ops.all_reduce_add, ops.all_reduce_add_reference, 1, Tensor.add_),
         ("all_reduce_add_norm", ops.all_reduce_add_norm, ops.all_reduce_add_norm_reference, 3,
          add_rms_norm),
     ):  # fmt: skip
-        called = partial(lambda run, parts, *rest: run(parts[rank], *rest, peers), run)
+        on_rank = partial(lambda run, parts, *rest: run(parts[rank], *rest, peers), run)
         # Sums have one order, so they are equal. The norm rounds twice, as in rms_norm.
         ulps = 2.0 if more == 3 else 0.0
-        kernel = Kernel(name, called, expected, cases(more), ulps_16=ulps)
-        yield kernel, partial(by_nccl, then)
+        kernel = Kernel(name, on_rank, expected, cases(more), ulps_16=ulps)
+        yield kernel, partial(by_nccl, epilogue)
     gathers = tuple(
         Case(f"S={S}", partial(words, size, S), small=S == 1, num_bytes=8 * S * (size - 1))
         for S in ROWS
@@ -136,15 +136,15 @@ def check_ranks(size: int, connect: Connect, quick: bool) -> Iterator[CaseRecord
         pairs = [context.Pipe(duplex=False) for _ in range(size)]
         ranks = [
             context.Process(
-                target=rank_main, args=(rank, size, Path(folder), connect, quick, writes)
+                target=rank_main, args=(rank, size, Path(folder), connect, quick, writer)
             )
-            for rank, (_, writes) in enumerate(pairs)
+            for rank, (_, writer) in enumerate(pairs)
         ]
-        for rank, (_, writes) in zip(ranks, pairs, strict=True):
+        for rank, (_, writer) in zip(ranks, pairs, strict=True):
             rank.start()
-            writes.close()
+            writer.close()
         try:
-            yield from followed([reads for reads, _ in pairs])
+            yield from followed([reader for reader, _ in pairs])
         finally:
             for rank in ranks:
                 rank.kill()
@@ -156,7 +156,7 @@ def followed(pipes: list[connection.Connection]) -> Iterator[CaseRecord]:
     while pipes:
         ready = connection.wait(pipes, PATIENCE_S)
         if not ready:
-            yield {"kernel": "ranks", "case": "", "problem": f"not heard of for {PATIENCE_S} s"}
+            yield {"kernel": "ranks", "case": "", "problem": f"no message for {PATIENCE_S} s"}
             return
         for pipe in ready:
             assert isinstance(pipe, connection.Connection)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from nanovllm_kernels.device import follows
+from nanovllm_kernels.device import launches_early
 from nanovllm_kernels.exchange import all_reduce as sums
 from nanovllm_kernels.exchange.all_reduce import (
     CHUNK,
@@ -28,7 +28,7 @@ from nanovllm_kernels.exchange.all_reduce import (
     sum_of,
     summed,
 )  # fmt: skip
-from nanovllm_kernels.triton_parts import let_next_come, wait
+from nanovllm_kernels.triton_parts import launch_dependents, wait
 
 NO_EXPERT = -2  # expert of padding tokens; also replaces -1
 GATHERED = 512  # words that a program gathers at a time
@@ -80,7 +80,7 @@ def add_own_sums(parts_ITD: Tensor, stream_TD: Tensor, peers: Peers) -> Tensor:
 
 
 def options(num_rows: int, peers: Peers) -> dict[str, Any]:
-    waits = follows(num_rows, peers.calls_X.device)
+    waits = launches_early(num_rows, peers.calls_X.device)
     return dict(SIZE=peers.size, PROGRAMS=sums.PROGRAMS, WAITS=waits, launch_pdl=waits)
 
 
@@ -105,7 +105,7 @@ def gather_kernel(
         bits = never_empty(tl.where(is_own | (k < K), bits, FILL))
         send(bits, addresses_I, rank, first + rank, capacity, at, at < total, SIZE, calls_X)
     tl.debug_barrier()
-    let_next_come(WAITS)  # the next kernel may start while this one waits for other ranks
+    launch_dependents(WAITS)  # the next kernel may start while this one waits for other ranks
     count_call(calls_X, call, PROGRAMS)
     for start in range(pid * BLOCK, total, num * BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -141,7 +141,7 @@ def add_own_sums_kernel(
             there = region(tl.load(addresses_I + to), first + rank, capacity, bits_ITD)
             tl.store(there + at, bits, at < total)
     tl.debug_barrier()
-    let_next_come(WAITS)
+    launch_dependents(WAITS)
     count_call(calls_X, call, PROGRAMS)
     pieces = region(own, first, capacity, bits_ITD)
     for start in range(pid * BLOCK, total, num * BLOCK):

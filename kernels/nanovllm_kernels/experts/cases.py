@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
 from nanovllm_kernels.experts import reference
-from nanovllm_kernels.experts.reference import used, whole
+from nanovllm_kernels.experts.reference import dequantised, used
 from nanovllm_kernels.experts.route_reference import ExpertRows, sort_rows
 from nanovllm_kernels.fp8_reference import BLOCK
 from nanovllm_kernels.products.linear_cases import gated_sizes, linear_reference, sizes
@@ -102,7 +102,7 @@ def scale_of(share: float, expected: Tensors, args: Args) -> Tensors:
     is_gated = error_scale.shape[1] < weight_EXX.shape[1]
     for expert, start, end in used(rows):
         x_rows = x[rows.pair_of_X[start:end].long() // num_chosen] if is_gated else x[start:end]
-        both = x_rows.float(), whole(weight_EXX, scale_EXX, expert, 1 + is_gated).float()
+        both = x_rows.float(), dequantised(weight_EXX, scale_EXX, expert, 1 + is_gated).float()
         sizes_XN = share * sizes(*both)
         if is_gated:
             gate_XF, up_XF = sizes_XN.chunk(2, -1)

@@ -65,10 +65,10 @@ from nanovllm_kernels.ring_cute import (
     exchange,
     four_words,
     in_order,
-    meet,
     next_stage,
     of_four,
     partition,
+    sync_cluster,
 )
 
 DEEP = 128  # inputs per scale; one 128-byte swizzled line of shared memory
@@ -202,8 +202,8 @@ def multiply(
 
 def experts_tile_rows(num_rows: int, num_experts: int) -> int:
     """Return the tile size, in rows, by which rows must be sorted."""
-    fits = [rows for rows, least in LEAST_ROWS.items() if num_rows >= least * num_experts]
-    return max(fits, default=min(EXPERT_TILES))
+    tile_sizes = [rows for rows, least in LEAST_ROWS.items() if num_rows >= least * num_experts]
+    return max(tile_sizes, default=min(EXPERT_TILES))
 
 
 def block_fp8_experts(
@@ -400,7 +400,7 @@ class Product:
                     arch.mbarrier_init(shared.full + stage, 1)
                     arch.mbarrier_init(shared.empty + stage, self.threads // 32 * self.tile.cluster)
             arch.mbarrier_init_fence()
-        meet(self.tile.cluster)
+        sync_cluster(self.tile.cluster)
         arch.griddepcontrol_wait()
         if nth_warp >= self.threads // 32:
             if cutlass.const_expr(self.groups == 2):
@@ -544,9 +544,9 @@ class Product:
                 stage, phase = next_stage(stage, phase, self.stages)
             if cutlass.const_expr(not self.kind.gated):
                 for wave in cutlass.range_constexpr(self.waves):
-                    self.leave(sums, wave, spot, operands)
+                    self.store_sums(sums, wave, spot, operands)
             elif self.has_rows(spot, 0, group):
-                self.leave_gated(sums, spot, operands)
+                self.store_gated(sums, spot, operands)
 
     def has_rows(self, spot: Spot, wave: int, group: Int32) -> Boolean:
         """Return True if a group has rows. Most of an expert's last tile may be empty."""
@@ -602,7 +602,7 @@ class Product:
                 sums[n, wave] += products[n] * factors[n // 2 % 2]
 
     @cute.jit
-    def leave(self, sums: cute.Tensor, wave: int, spot: Spot, operands: Operands) -> None:
+    def store_sums(self, sums: cute.Tensor, wave: int, spot: Spot, operands: Operands) -> None:
         """Store a wave's sums. Four threads have 32 columns of a row; each stores eight."""
         num_lines, first = operands.y.shape[1], spot.column + arch.lane_idx() % 4 * 8
         parts = self.tile.columns // 32  # of each of two rows
@@ -631,7 +631,7 @@ class Product:
                 four_words(operands.y, row, column).store(four.load())
 
     @cute.jit
-    def leave_gated(self, sums: cute.Tensor, spot: Spot, operands: Operands) -> None:
+    def store_gated(self, sums: cute.Tensor, spot: Spot, operands: Operands) -> None:
         """Store silu(gate) * up, quantised.
 
         Half of the sums are the gate's; the others are up's, in the same order. Four threads have

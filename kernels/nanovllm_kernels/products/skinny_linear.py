@@ -464,7 +464,7 @@ class Product:
                 arch.mbarrier_arrive(shared.empty + stage)
             stage, phase = next_stage(stage, phase, self.stages)
         arch.barrier(barrier_id=1, number_of_threads=self.threads)  # all warps have read the ring
-        self.leave(sums, squares, shared, size)
+        self.store_sums(sums, squares, shared, size)
 
     def apply_norm_weight(
         self, x: cute.Tensor, norm_weight: cute.Tensor, squares: cute.Tensor
@@ -482,7 +482,9 @@ class Product:
                 x[8 * k + n] = (value * factor).to(BFloat16)
 
     @cute.jit
-    def leave(self, sums: cute.Tensor, squares: cute.Tensor, shared: Shared, size: Size) -> None:
+    def store_sums(
+        self, sums: cute.Tensor, squares: cute.Tensor, shared: Shared, size: Size
+    ) -> None:
         """Store the sums to the memory of the ring, ordered by share."""
         thread, lane = arch.thread_idx()[0], arch.lane_idx()
         row = thread // 32 * 16 + lane // 4
