@@ -25,10 +25,12 @@ BLOCK = 1024  # elements per program, 8 per thread: one 16-byte load of each ope
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
+    """Return y_TF = silu(gate) * up. The first F columns of gate_up_T2F are the gate."""
     return _launch(gate_up_T2F, gate_up_T2F[:, gate_up_T2F.shape[1] // 2 :], is_silu=True)
 
 
 def sigmoid_mul(gate: Tensor, x_TF: Tensor) -> Tensor:
+    """Return y_TF = sigmoid(gate) * x. The gate is [T, F], or slices [I, T, F] of a sum."""
     return _launch(gate, x_TF, is_silu=False)
 
 

@@ -26,6 +26,7 @@ HELD = 16384  # router weights that a program holds in registers
 
 
 def rms_norm(x_TD: Tensor, norm_weight_D: Tensor, eps: float) -> Tensor:
+    """Return y_TD, the RMSNorm of each row. D is at most MAX_WIDTH."""
     num_rows, width = x_TD.shape
     y_TD = torch.empty(num_rows, width, dtype=x_TD.dtype, device=x_TD.device)
     _launch(x_TD, None, norm_weight_D, y_TD, eps)

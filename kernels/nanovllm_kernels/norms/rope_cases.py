@@ -40,7 +40,7 @@ def inputs(
 ) -> Args:
     """Return inputs with cells scattered over the pages and positions over the cos_sin table.
 
-    `turned` elements of a head are rotated, or all if it is 0. With `kind` "plain" there is no
+    `num_rotated` elements of a head are rotated, or all if it is 0. With `kind` "plain" there is no
     norm, with "row" a norm is over all heads.
     """
     page_tokens, num_pages, length = 16, triton.cdiv(T, 16) + 2, 4096

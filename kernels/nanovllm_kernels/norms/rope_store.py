@@ -32,6 +32,7 @@ def rope_store(
     cos_sin_LA: Tensor, positions_T: Tensor, slot_mapping_T: Tensor, k_PSGA: Tensor, v_PSGA: Tensor,
     scales_2G: Tensor | None = None, ranks: Ranks | None = None,
 ) -> Tensor:  # fmt: skip
+    """Return q_THA and write keys and values to the cache, as reference.rope_store describes."""
     num_kv_heads, head_size = k_PSGA.shape[2:]
     num_tokens = qkv_TX.shape[-2]
     num_heads = qkv_TX.shape[-1] // head_size - 2 * num_kv_heads
@@ -143,6 +144,7 @@ def norm_weight_of(q_norm_at, k_norm_at, is_query, is_key):
 
 
 def mean_squares(qkv_TX: Tensor, widths: tuple[int, int], num_ranks: int) -> Tensor:
+    """Return float32 means_T2 of squares, as reference.mean_squares describes."""
     num_tokens, block = qkv_TX.shape[-2], triton.next_power_of_2(max(widths))
     assert block <= MAX_WIDTH and qkv_TX.stride(-1) == 1
     means_T2 = torch.empty(num_tokens, 2, dtype=torch.float32, device=qkv_TX.device)
