@@ -44,6 +44,7 @@ def drafted(rows: KVRows) -> KVRows:
 
 
 def case_of(plan_decode: PlanDecode, rows: KVRows) -> Case:
+    """Return a case of a decode kernel. Rows with `timed_as` are timed, and others only checked."""
     lengths, (H, G, A) = rows.lengths, rows.heads
     shape = f"HGA={rows.heads} page={rows.page_tokens}"
     case_inputs = partial(inputs, plan_decode, rows)
@@ -59,6 +60,7 @@ def case_of(plan_decode: PlanDecode, rows: KVRows) -> Case:
 
 
 def inputs(plan_decode: PlanDecode, rows: KVRows, device: torch.device) -> Args:
+    """Return the arguments of paged_decode. Those after the plan are in by_position's order."""
     q, k, v, table, starts, lengths = reference.paged_inputs(
         rows.lengths, rows.counts, rows.heads, rows.page_tokens, rows.dtype, device, rows.kind
     )

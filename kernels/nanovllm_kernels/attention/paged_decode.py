@@ -328,15 +328,16 @@ def decode_kernel(
 
 @triton.jit
 def no_weights(TILE: tl.constexpr, ORDERED: tl.constexpr):
-    """Return the sums of no weights. ORDERED: in each of 16 equal columns."""
+    """Return zero sums of weights: float32 [TILE], or if ORDERED [TILE, 16] with equal columns."""
     return tl.zeros([TILE, 16], tl.float32) if ORDERED else tl.zeros([TILE], tl.float32)
 
 
 @triton.jit
 def more_weights(total, rescale, p, v, ORDERED: tl.constexpr):
-    """Return total * fade plus a block's weights p, ORDERED as tensor cores add them.
+    """Return total * rescale plus the sums of a block's weights p [TILE, BLOCK].
 
-    The order of tl.sum depends on the layout of the tile. That of a product with ones does not.
+    If ORDERED, the sums are a product with ones. The order of its additions does not depend on the
+    layout of the tile, as that of tl.sum does.
     """
     if ORDERED:
         ones = tl.full([p.shape[1], 16], 1.0, v.dtype)
@@ -348,6 +349,7 @@ def more_weights(total, rescale, p, v, ORDERED: tl.constexpr):
 
 @triton.jit
 def sum_of_weights(total, ORDERED: tl.constexpr):
+    """Return the sums as [TILE]. If ORDERED, all 16 columns of total are equal."""
     if ORDERED:
         total = tl.max(total, 1)
     return total
@@ -389,7 +391,7 @@ def queries_of(starts_R1, row, RAGGED: tl.constexpr):
 def page_of(pages, table_width, block, S: tl.constexpr, BLOCK: tl.constexpr):
     """Return the page of a block's tokens: one if pages hold whole blocks, else one per token.
 
-    After the row's end it is any page.
+    After the row's end it is any valid page.
     """
     token = block * BLOCK if S % BLOCK == 0 else block * BLOCK + tl.arange(0, BLOCK)
     return tl.load(pages + tl.minimum(token // S, table_width - 1))
