@@ -31,6 +31,7 @@ def ngram(
     min_match: int,
     max_match: int,
 ) -> Tensor:
+    """Return drafts_RX, int32, X = 1 + `num_drafts`, as ngram_reference.ngram describes."""
     num_rows, num_positions = slots_R.shape[0], tokens_NL.shape[1]
     assert 1 <= min_match <= max_match and (max_match + 1) * (num_positions + 1) < 1 << 31
     drafts_RX = torch.empty(num_rows, 1 + num_drafts, dtype=torch.int32, device=slots_R.device)

@@ -41,6 +41,7 @@ def thresholds(
     top_ps_N: Tensor,
     min_p_gaps_N: Tensor,
 ) -> Tensor:
+    """Return thresholds_S, float32, as reference.thresholds describes."""
     assert logits_SV.stride(1) == 1
     num_rows, vocab = logits_SV.shape
     num_blocks, device = triton.cdiv(vocab, reference.BLOCK), logits_SV.device
@@ -218,6 +219,7 @@ def finish_kernel(
 
 @triton.jit
 def _settings(settings_S4, row):
+    """Load a row's inverse temperature, top_k, top_p and min-p gap."""
     at = settings_S4 + row * 4
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
 
@@ -238,6 +240,7 @@ def _bracket(bracket_S8, row):
 
 @triton.jit
 def _store(bracket_S8, row, low, first, high, above, needed, top):
+    """Store the state of a search, as _bracket loads it."""
     at = bracket_S8 + row * 8
     tl.store(at, low)
     tl.store(at + 1, first)
@@ -249,6 +252,7 @@ def _store(bracket_S8, row, low, first, high, above, needed, top):
 
 @triton.jit
 def _tops(tops_SB, row, num_blocks, BLOCKS: tl.constexpr):
+    """Load the largest logit of each of a row's blocks, and -inf after the last block."""
     block = tl.arange(0, BLOCKS)
     return tl.load(tops_SB + row * num_blocks + block, block < num_blocks, -float("inf"))
 
