@@ -56,9 +56,9 @@ def adapted_experts(
 ) -> Tensor:
     """Return the weighted sum of this rank's pairs, plus shared_TD, plus stream_TD.
 
-    A pair is a token and one of its experts. May overwrite the stream. `local_TK`
-    are indices of experts among those of this rank; others are out of range. The last arguments
-    are those of reference.add_deltas.
+    A pair is a token and one of its experts. May overwrite stream_TD, the residual stream.
+    `local_TK` are indices of experts among those of this rank; others are out of range. The last
+    arguments are those of reference.add_deltas.
     """
     num_chosen = local_TK.shape[1]
     local_X, num_experts = local_TK.flatten(), len(weights.gate_up_E2FD)

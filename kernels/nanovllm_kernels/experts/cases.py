@@ -23,7 +23,7 @@ OF_QUANTISED = 24.0  # same with 8-bit activations, each off by up to an eighth 
 
 @dataclass(frozen=True, slots=True)
 class MoECase:
-    """A product of T tokens with K of E experts each, of which this rank has `num` from `first`.
+    """Sizes of a case: T tokens with K of E experts each. This rank has `num` experts from `first`.
 
     With `kind` "uniform" experts are random. With "first" all tokens choose the first K experts,
     with "last" the last K. With `block_fp8` weights have 8 bits and a scale for each block.

@@ -80,6 +80,7 @@ def expert_gate_up(
     num_chosen: int,
     least_warps: int = 1,
 ) -> Tensor:
+    """Return y_XF, as reference.expert_gate_up describes. Uses at least `least_warps` warps."""
     y_XF = x_TD.new_empty(len(x_TD) * num_chosen, gate_up_E2FD.shape[1] // 2)
     _product(
         x_TD,
@@ -102,6 +103,7 @@ def expert_down(
     num_chosen: int,
     least_warps: int = 1,
 ) -> Tensor:
+    """Return y_XD, as reference.expert_down describes. Uses at least `least_warps` warps."""
     y_XD = y_XF.new_empty(len(y_XF), down_EDF.shape[1])
     _product(y_XF, down_EDF, scale_EXX, rows, num_chosen, y_XD, least_warps=least_warps)
     return y_XD

@@ -79,7 +79,7 @@ def combine(
     shared_TD: Tensor | None = None,
     residual_TD: Tensor | None = None,
 ) -> Tensor:
-    """Return x_TD: the weighted sum of this rank's pairs, plus the shared expert, plus the stream.
+    """Return x_TD: the weighted sum of this rank's pairs, plus shared_TD, plus residual_TD.
 
     Terms are summed in float32, first in the order of K, then shared_TD, then residual_TD, and
     rounded once. May overwrite residual_TD.

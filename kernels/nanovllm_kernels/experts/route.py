@@ -3,7 +3,7 @@
 The reference is route_reference.py.
 
 Decision: experts are chosen one after another by the largest key, an integer in the order of the
-scores. A warp finds the maximum of integers in one instruction. Sorted scores are not kept:
+scores. A warp finds the maximum of integers in one instruction. Sorted scores are not stored:
 a round yields only a place, and the logits of the chosen experts are read once more.
 """
 
@@ -31,6 +31,7 @@ def route(
     uniform: Uniform | None = None,
     placed: Placed | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """Return weights_TK, float32, and experts_TK, int32, as route_reference.route describes."""
     num_rows, num_experts = logits_TE.shape
     num_experts -= rule.shared == "gated"
     assert logits_TE.stride(1) == 1 and num_experts % rule.num_groups == 0

@@ -175,6 +175,7 @@ def place_block(
     experts_TK, counts_XE, pair_of_X, row_of_TK, num_pairs,
     PLACED: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
+    """Place the pairs of one block of PLACED pairs, after those of earlier blocks."""
     EXPERTS: tl.constexpr = triton.next_power_of_2(OWN)
     block = tl.program_id(0) - 1
     i = block * PLACED + tl.arange(0, PLACED)
