@@ -90,7 +90,7 @@ def all_reduce_add(x_TD: Tensor, residual_TD: Tensor, peers: Peers) -> Tensor:
 def all_reduce_add_norm(
     x_TD: Tensor, residual_TD: Tensor, norm_weight_D: Tensor, eps: float, peers: Peers
 ) -> tuple[Tensor, Tensor]:
-    """Add the sum of x_TD over ranks to the stream residual_TD, and replace x_TD by its RMSNorm.
+    """Add the sum of x_TD over ranks to the residual stream, and replace x_TD by its RMSNorm.
 
     Returns x_TD and residual_TD.
     """

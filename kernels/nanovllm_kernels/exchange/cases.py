@@ -1,8 +1,8 @@
 """Checks and timings of the kernels over ranks, with one process per GPU.
 
-Each is compared with NCCL's operation and the kernel that would follow it. The limit of the link is
-the least that each rank must send and receive, at LINK bytes per second. This is 2 (N - 1) / N of
-the message for a sum and N - 1 messages for a gather.
+Each is compared with NCCL's operation and the kernel that would follow it. The link limits a kernel
+to the bytes that each rank must send and receive, at LINK bytes per second. For N ranks these are
+2 (N - 1) / N of the message for a sum, and N - 1 messages for a gather.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CaseRecord = dict[str, Any]
 
 
 def inputs(size: int, T: int, D: int, with_norm: int, device: torch.device) -> Args:
-    """Return the messages of all ranks, and the first `with_norm` arguments of the add-norm."""
+    """Return all ranks' messages, and the first `with_norm` of residual, norm weight and eps."""
     parts_ITD = normal(device, size, T, D, dtype=torch.bfloat16)
     residual_TD = normal(device, T, D, dtype=torch.bfloat16, seed=1)
     return (parts_ITD, residual_TD, normal(device, D, dtype=torch.bfloat16, seed=2), 1e-6)[
@@ -44,7 +44,7 @@ def inputs(size: int, T: int, D: int, with_norm: int, device: torch.device) -> A
 
 
 def inputs_of(size: int, T: int, D: int, device: torch.device) -> Args:
-    """Return the tokens of all ranks, each with eight weights and experts, and a rank's stream."""
+    """Return all ranks' tokens, each with eight weights and experts, and a residual stream."""
     experts_ITK = torch.arange(size * T * 8, dtype=torch.int32, device=device).view(size, T, 8) - 1
     weights_ITK = normal(device, size, T, 8, dtype=torch.float32)
     x_ITD, stream_ITD = (normal(device, n, T, D, dtype=torch.bfloat16) for n in (size, 1))
@@ -52,6 +52,7 @@ def inputs_of(size: int, T: int, D: int, device: torch.device) -> Args:
 
 
 def words(size: int, S: int, device: torch.device) -> Args:
+    """Return the messages of all ranks for all_gather: two 32-bit words for each of S rows."""
     return (normal(device, size, S, 2, dtype=torch.float32).view(torch.int32),)
 
 

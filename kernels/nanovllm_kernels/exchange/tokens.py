@@ -60,9 +60,9 @@ def token_bytes(x_TD: Tensor, num_chosen: int) -> int:
 
 
 def add_own_sums(parts_ITD: Tensor, stream_TD: Tensor, peers: Peers) -> Tensor:
-    """Add the sum over ranks of their parts_ITD[rank] to this rank's stream, and return the stream.
+    """Add the sum over ranks of their parts_ITD[rank] to this rank's stream_TD, and return that.
 
-    Only the first len(stream_TD) rows of the sum are used.
+    stream_TD is the residual stream. Only the first len(stream_TD) rows of the sum are used.
     """
     assert parts_ITD.is_contiguous() and stream_TD.is_contiguous() and peers.fits(parts_ITD[0])
     total, bits = parts_ITD[0].numel(), (torch.int16, torch.int32)[parts_ITD.element_size() // 4]
@@ -166,5 +166,5 @@ def gather_tokens_reference(
 
 
 def add_own_sums_reference(parts_ITD: Tensor, stream_TD: Tensor) -> Tensor:
-    """Return the stream of one rank. parts_ITD has each rank's part of its sum."""
+    """Return one rank's residual stream. parts_ITD has each rank's part of its sum."""
     return (summed(parts_ITD[:, : len(stream_TD)]) + stream_TD.float()).to(stream_TD.dtype)
