@@ -1,8 +1,9 @@
-"""Checks that a row's result has the same bits with any other rows, or in any chunk of a text.
+"""Checks that a row's result has the same bits with any other rows, or in any chunk of a sequence.
 
-These are the kernels of kernels.invariant. A check computes all rows at once, then some of them
-alone, and compares bit by bit. Without a GPU it runs small sizes in Triton's interpreter. That
-shows errors of indices and of the order of blocks, but not of a GPU's instructions.
+These are the kernels of the recipe key kernels.invariant. A check computes all rows at once, then
+some of them alone, and compares bit by bit. Without a GPU it runs small sizes in Triton's
+interpreter. That shows errors of indices and of the order of blocks, but not of a GPU's
+instructions.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 
 def row_kernels(num_rows: int, width: int, device: torch.device) -> Iterator[Check]:
+    """Yield the checks of norms and gated activations, whose rows are independent."""
     from nanovllm_kernels.norms.activation import sigmoid_mul, silu_mul
     from nanovllm_kernels.norms.norm import add_rms_norm, rms_norm
 
@@ -83,7 +85,11 @@ def row_kernels(num_rows: int, width: int, device: torch.device) -> Iterator[Che
 def attention(
     sizes: tuple[int, int, int], num_tokens: int, device: torch.device, page_tokens: int = 16
 ) -> Iterator[Check]:
-    """Yield chunks and decode rows of one text, whose keys and values are in the cache."""
+    """Yield the check of attention over one sequence, as chunks and as decode rows.
+
+    Keys and values of all tokens are in the cache. `sizes`: H query heads, G key/value heads, and
+    their width A.
+    """
     from nanovllm_kernels.attention.paged_decode import MAX_WIDTH, WHOLE_ROWS
     from nanovllm_kernels.attention.paged_prefill import paged_prefill
 
@@ -94,7 +100,7 @@ def attention(
     table = torch.arange(pages[0], dtype=torch.int32, device=device)[None]
 
     def run(part: slice) -> Tensor:
-        """Compute few tokens as a decode row, beside another row, and more as a chunk."""
+        """Compute few tokens as a decode row, next to another row, and more as a chunk."""
         starts, lengths = chunk(part, device)
         count = len(q[part])
         if count > MAX_WIDTH:
@@ -112,15 +118,16 @@ def attention(
 
 
 def chunk(part: slice, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return starts_R1 and lengths_R of one row, whose newest tokens are `part` of its text."""
+    """Return starts_R1 and lengths_R of one row, whose new tokens are `part` of its sequence."""
     starts = torch.tensor([0, part.stop - part.start], dtype=torch.int32, device=device)
     return starts, torch.tensor([part.stop], dtype=torch.int32, device=device)
 
 
 def latent(heads: int, size: int, num_tokens: int, device: torch.device) -> Check:
-    """Return chunks of one text in the latent space, cut into rows of 16 tokens as a layer's.
+    """Return the check of latent attention over one sequence.
 
-    Up to four tokens are a decode row.
+    As in a layer, a chunk is cut into rows of 16 tokens. Up to four tokens are a decode row. A
+    query has `heads` heads of `size` elements, of which the last ninth is rotated.
     """
     from nanovllm_kernels.attention.latent_decode import WHOLE_ROWS
 
@@ -154,7 +161,7 @@ def latent(heads: int, size: int, num_tokens: int, device: torch.device) -> Chec
 
 
 def latents_of(num_tokens: int, device: torch.device) -> Check:
-    """Return the latents of tokens, normalised and stored, and their rotated queries."""
+    """Return the check of latent_store: the stored latents of tokens and their rotated queries."""
     from nanovllm_kernels.attention.latent_store import ORDERED, inputs
 
     sizes = num_tokens, 2, 192, 512, 64
@@ -173,7 +180,7 @@ def latents_of(num_tokens: int, device: torch.device) -> Check:
 
 
 def per_head(heads: int, width: int, size: int, num_tokens: int, device: torch.device) -> Check:
-    """Return the products of heads with matrices of their own, as of absorbed latent attention."""
+    """Return the check of products of heads with one matrix each, as in latent attention."""
     from nanovllm_kernels.products.per_head import per_head
 
     x_THD = normal(device, num_tokens, heads, width, dtype=torch.bfloat16)
@@ -183,10 +190,10 @@ def per_head(heads: int, width: int, size: int, num_tokens: int, device: torch.d
 
 
 def delta(sizes: tuple[int, int, int, int], num_tokens: int, device: torch.device) -> Check:
-    """Return a text of a recurrent layer: its first tokens in one chunk, then a part of it.
+    """Return the check of the gated delta rule over one sequence. `sizes`: G, H, K, V.
 
-    A part of one token is a decode row. Up to eight are a row with drafts, in steps that accept all
-    tokens but the last two.
+    The tokens before a part are one chunk. A part of one token is a decode row. A part of up to
+    eight is a row with drafts, in steps that accept all tokens but the last two.
     """
     from nanovllm_kernels.delta import ordered
     from nanovllm_kernels.delta.cases import DeltaLayer, inputs
@@ -221,7 +228,7 @@ def delta(sizes: tuple[int, int, int, int], num_tokens: int, device: torch.devic
 def deltas(
     num_tokens: int, num_inputs: int, widths: tuple[int, ...], device: torch.device
 ) -> Check:
-    """Return the deltas of adapters of several ranks, added to a product."""
+    """Return the check of add_deltas with adapters of ranks 16, 33 and 8."""
     from nanovllm_kernels.adapters.deltas import DeltaShape, add_deltas, inputs
 
     shape = DeltaShape(num_tokens, num_inputs, widths, (16, 33, 8))
@@ -238,7 +245,7 @@ def deltas(
 def experts(
     num_tokens: int, num_experts: int, inner: int, width: int, device: torch.device
 ) -> Iterator[Check]:
-    """Yield the routed experts of tokens: with few tokens, and by the kernels for many."""
+    """Yield the checks of routed experts, by the kernels for few and for many pairs per expert."""
     from nanovllm_kernels.experts.combine import combine
     from nanovllm_kernels.experts.products import ORDERED_EXPERTS
     from nanovllm_kernels.experts.reference import ExpertProducts
@@ -283,7 +290,10 @@ def experts(
 
 
 def linear(num_features: int, width: int, device: torch.device) -> Iterator[Check]:
-    """Yield products of a weight: of few rows by our kernel, of others by the library; and fp8."""
+    """Yield the checks of products with a bfloat16 weight and with a block-fp8 weight.
+
+    Few bfloat16 rows take the kernel of skinny_linear, others the library.
+    """
     from nanovllm_kernels.fp8_reference import BLOCK, FP8
     from nanovllm_kernels.products.dense_fp8 import TILED_FP8
     from nanovllm_kernels.products.skinny_linear import ORDERED_LINEAR
@@ -308,7 +318,7 @@ def linear(num_features: int, width: int, device: torch.device) -> Iterator[Chec
 
 
 def draws(num_rows: int, vocab: int, device: torch.device) -> Check:
-    """Return tokens drawn at temperature 1 above the threshold of top_p 0.9."""
+    """Return the check of tokens drawn at temperature 1 with top_p 0.9, and of the thresholds."""
     from nanovllm_kernels.sampling.draw import draw
     from nanovllm_kernels.sampling.thresholds import thresholds
 

@@ -1,7 +1,7 @@
 """Parts of kernels in Triton: waits for the previous kernel, and products in full precision.
 
-A wait belongs to programmatic dependent launch. `device.follows` chooses the kernels that are
-launched before the previous one ends.
+The waits belong to programmatic dependent launch (PDL). `device.launches_early` chooses the kernels
+that are launched before the previous one ends.
 """
 
 from __future__ import annotations
