@@ -46,20 +46,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     temperatures = [float(word) for word in options.temperatures.split(",")]
-    began, asked = datetime.now(UTC), questions()[: options.questions]
-    found = {way: shares(way, options.draft, temperatures, asked) for way in WAYS}
+    began, prompts = datetime.now(UTC), questions()[: options.questions]
+    shares_by_way = {way: shares(way, options.draft, temperatures, prompts) for way in WAYS}
     metrics = {
         f"{way}_{temperature:g}_position_{nth}": share
-        for way, rows in found.items()
+        for way, rows in shares_by_way.items()
         for temperature, row in zip(temperatures, rows, strict=True)
         for nth, share in enumerate(row, 1)
     }
     click.echo(f"temperature: {POSITIONS} positions, {' | '.join(WAYS)}")
     for nth, temperature in enumerate(temperatures):
-        texts = [" ".join(f"{share:.2f}" for share in found[way][nth]) for way in WAYS]
+        texts = [" ".join(f"{share:.2f}" for share in shares_by_way[way][nth]) for way in WAYS]
         click.echo(f"{temperature:4g}: {' | '.join(texts)}")
     if options.plot is not None:
-        plot(temperatures, found, options.plot)
+        plot(temperatures, shares_by_way, options.plot)
     if options.json is not None:
         record = of_this_machine(
             kind="demo",
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             duration_s=(datetime.now(UTC) - began).total_seconds(),
             recipe=msgspec.to_builtins(load_config(None).recipe),
             changed={"speculate": {"method": "draft_model", "adapt": False}},
-            workload={"name": "acceptance", "questions": len(asked), "concurrency": AT_ONCE},
+            workload={"name": "acceptance", "questions": len(prompts), "concurrency": AT_ONCE},
             metrics=metrics,
         )
         put(record, options.json)
@@ -80,7 +80,7 @@ def questions() -> list[str]:
 
 
 def shares(
-    way: str, draft: str | None, temperatures: Sequence[float], asked: Sequence[str]
+    way: str, draft: str | None, temperatures: Sequence[float], prompts: Sequence[str]
 ) -> list[list[float]]:
     """Return the shares of accepted drafts by position, for each temperature."""
     with socket.socket() as sock:
@@ -96,7 +96,7 @@ def shares(
         for temperature in temperatures:
             before = counts(client)
             with ThreadPoolExecutor(AT_ONCE) as pool:
-                [*pool.map(partial(ask, client, temperature), range(len(asked)), asked)]
+                [*pool.map(partial(ask, client, temperature), range(len(prompts)), prompts)]
             steps, *accepted = (
                 now - then for now, then in zip(counts(client), before, strict=True)
             )
@@ -116,11 +116,11 @@ def counts(client: httpx.Client) -> list[float]:
     """Return the number of steps with drafts, then of accepted drafts by position."""
     names = [DRAFTS, *(f'{ACCEPTED}{{position="{nth}"' for nth in range(POSITIONS))]
     lines = client.get("/metrics").text.splitlines()
-    found = []
+    totals = []
     for name in names:
         values = [float(line.split()[-1]) for line in lines if like(line, name)]
-        found.append(sum(values))
-    return found
+        totals.append(sum(values))
+    return totals
 
 
 def like(line: str, name: str) -> bool:
@@ -129,7 +129,9 @@ def like(line: str, name: str) -> bool:
     return line.startswith(metric) and label in line
 
 
-def plot(temperatures: Sequence[float], found: dict[str, list[list[float]]], path: Path) -> None:
+def plot(
+    temperatures: Sequence[float], shares_by_way: dict[str, list[list[float]]], path: Path
+) -> None:
     """Draw the share of each position over the temperature, one line a position and way."""
     from matplotlib.figure import Figure
 
@@ -139,7 +141,11 @@ def plot(temperatures: Sequence[float], found: dict[str, list[list[float]]], pat
         for nth in range(POSITIONS):
             label = f"draft {nth + 1}, {way}"
             axes.plot(
-                temperatures, [row[nth] for row in found[way]], style, c=f"C{nth}", label=label
+                temperatures,
+                [row[nth] for row in shares_by_way[way]],
+                style,
+                c=f"C{nth}",
+                label=label,
             )
     axes.set(xlabel="temperature", ylabel="share of steps that accept it", ylim=(0, 1))
     axes.legend()

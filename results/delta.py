@@ -60,10 +60,10 @@ def prompts(lengths: tuple[int, ...]) -> None:
         with patch.multiple(delta_prefill, PARTS=part, STAGES=stages, WARPS=warps):
             chosen = f"parts {part}, stages {stages}, warps {warps}"
             click.echo(f"{label}, {chosen}: {us(delta_prefill.mix_rows, args)}")
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         delta_prefill.mix_rows(*args)
         torch.cuda.synchronize()
-    for event in found.key_averages():
+    for event in profiler.key_averages():
         if event.device_time_total:
             click.echo(f"{label}, {event.key}: {event.device_time_total:.1f} us")
 

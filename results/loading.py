@@ -54,17 +54,17 @@ def main() -> None:
     paths = weight_files(options.folder)[1]
     total = sum(path.stat().st_size for path in paths)
     metrics = {"file_gb": total / 1e9}
-    for how, read in {
+    for name, loader in {
         "plain": lambda: plain(paths),
         "load": lambda: load(config, resolved),
     }.items():
         for state in ("cold", "warm"):
             if state == "cold":
                 forget(paths)
-            took = timed(read)
-            metrics[f"{how}_{state}_s"] = took
-            metrics[f"{how}_{state}_gb_per_s"] = total / took / 1e9
-            click.echo(f"{how} {state}: {took:.2f} s, {total / took / 1e9:.2f} GB/s")
+            seconds = timed(loader)
+            metrics[f"{name}_{state}_s"] = seconds
+            metrics[f"{name}_{state}_gb_per_s"] = total / seconds / 1e9
+            click.echo(f"{name} {state}: {seconds:.2f} s, {total / seconds / 1e9:.2f} GB/s")
     if options.json is not None:
         record = of_this_machine(
             kind="load",
@@ -112,7 +112,9 @@ def write_random(config: Config, options: argparse.Namespace) -> None:
     """Write a checkpoint of the recipe's model with the names and shapes of a real one."""
     resolved = resolve_config(config, Mesh())
     model = resolved.empty_model(torch.device("meta"))
-    wanted = in_blocks(destinations(model, model.WEIGHTS), made=config.recipe.quantize is not None)
+    file_layout = in_blocks(
+        destinations(model, model.WEIGHTS), made=config.recipe.quantize is not None
+    )
     options.folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(DEMO / "tokenizer.json", options.folder)
     raw = json.loads(Path(config.config_path).read_text())
@@ -126,7 +128,7 @@ def write_random(config: Config, options: argparse.Namespace) -> None:
         index.update(dict.fromkeys(shard, name))
         shard.clear()
 
-    for name, to in wanted.items():
+    for name, to in file_layout.items():
         dtype = torch.bfloat16 if "BF16" in to.dtypes else DTYPES[to.dtypes[0]]
         shard[name] = torch.randn(to.shape).mul_(to.shape[-1] ** -0.5).to(dtype)
         if sum(tensor.nbytes for tensor in shard.values()) > SHARD:

@@ -140,7 +140,9 @@ def folder_for_both(config: Config, num_layers: int | None = None, *, is_fp8: bo
     shutil.copy(DEMO / "chat_template.jinja", folder)
     model = text_model(json.loads(Path(config.config_path).read_text()))
     if is_fp8:
-        model["quantization_config"] = BLOCK_FP8 | {"modules_to_not_convert": kept_in_bf16(model)}
+        model["quantization_config"] = BLOCK_FP8 | {
+            "modules_to_not_convert": modules_in_bf16(model)
+        }
     if num_layers is not None:
         model["num_hidden_layers"] = num_layers
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
@@ -165,12 +167,12 @@ def text_model(config: dict[str, Any]) -> dict[str, Any]:
     return text | {"tie_word_embeddings": config["tie_word_embeddings"]} | config["text_config"]
 
 
-def kept_in_bf16(model: dict[str, Any]) -> list[str]:
+def modules_in_bf16(model: dict[str, Any]) -> list[str]:
     """Return the modules that published checkpoints in block fp8 leave in bf16."""
     small = ("linear_attn.in_proj_a", "linear_attn.in_proj_b", "mlp.gate", "mlp.shared_expert_gate")
     layers = [f"model.layers.{nth}" for nth in range(model["num_hidden_layers"])]
-    named = [f"{layer}.{name}" for layer in [*layers, "mtp.layers.0"] for name in small]
-    return ["lm_head", "mtp.fc", *named]
+    modules = [f"{layer}.{name}" for layer in [*layers, "mtp.layers.0"] for name in small]
+    return ["lm_head", "mtp.fc", *modules]
 
 
 def online(options: argparse.Namespace, flags: list[str], folder: Path) -> list[Record]:
@@ -183,8 +185,8 @@ def online(options: argparse.Namespace, flags: list[str], folder: Path) -> list[
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    for command, described in set_ups(options, folder, port):
-        line = [*NANOVLLM, "bench", *described, "--url", url, "--processes", "6"]
+    for command, bench_args in set_ups(options, folder, port):
+        line = [*NANOVLLM, "bench", *bench_args, "--url", url, "--processes", "6"]
         try:
             with serving(command, url):
                 for load in loads(options.streams, flags):
@@ -216,8 +218,8 @@ def set_ups(
         ours += f" --set server.workers={count}" if count != "1" else ""
         variants = ([], *(text.split(",") for text in options.also))
         for changes in variants if options.only != "vllm" else ():
-            changed = [word for change in changes for word in ("--set", change)]
-            own = [*ours.split(), *options.ours, *changed]
+            set_flags = [word for change in changes for word in ("--set", change)]
+            own = [*ours.split(), *options.ours, *set_flags]
             yield [*NANOVLLM, "serve", *own], own
 
 
@@ -230,9 +232,9 @@ def offline(options: argparse.Namespace, flags: list[str], folder: Path) -> list
     if options.only == "vllm":
         return records
     same = ["--set", f"model.num_layers={options.layers}"] if options.layers else []
-    given = "--load-format", "dummy", *options.ours, *same, *flags
+    engine_flags = "--load-format", "dummy", *options.ours, *same, *flags
     line = [*NANOVLLM, "bench", "--offline", options.recipe, "--workload", options.workloads]
-    return records + bench([*line, *given], options.results_dir)
+    return records + bench([*line, *engine_flags], options.results_dir)
 
 
 def vllm_offline(options: argparse.Namespace, folder: Path) -> list[Record]:
@@ -253,8 +255,8 @@ def vllm_offline(options: argparse.Namespace, folder: Path) -> list[Record]:
     changed |= {key: value for key, _, value in (text.partition("=") for text in options.note)}
     changed |= {"quantize": "fp8"} if options.fp8 else {}
     started_at, records = now(), []
-    for load, found in zip(loads, run_vllm(job), strict=False):
-        one = vllm_record(load, found, folder.name, started_at, changed)
+    for load, result in zip(loads, run_vllm(job), strict=False):
+        one = vllm_record(load, result, folder.name, started_at, changed)
         rate = one.metrics["output_tokens_per_s"]
         click.echo(f"vLLM, {load.name}: {rate:,.1f} tok/s, {one.duration_s:.3f} s")
         click.echo(f"record: {store.write(one, options.results_dir)}")
@@ -263,18 +265,22 @@ def vllm_offline(options: argparse.Namespace, folder: Path) -> list[Record]:
 
 
 def vllm_record(
-    load: TokenLoad, found: dict[str, Any], model: str, started_at: str, changed: dict[str, Any]
+    load: TokenLoad, result: dict[str, Any], model: str, started_at: str, changed: dict[str, Any]
 ) -> Record:
     """Return the record of a load from the result of vllm_offline.py."""
-    tokens, inputs, duration_s = sum(load.outputs), sum(map(len, load.prompts)), found["duration_s"]
+    tokens, inputs, duration_s = (
+        sum(load.outputs),
+        sum(map(len, load.prompts)),
+        result["duration_s"],
+    )
     return record.of_this_machine(
         kind="offline",
         started_at=started_at,
         duration_s=duration_s,
         recipe={
             "model": model,
-            "served_by": f"vllm {found['version']}",
-            "command": f"{vllm_settings()}LLM({found['settings']})",
+            "served_by": f"vllm {result['version']}",
+            "command": f"{vllm_settings()}LLM({result['settings']})",
         },
         changed=changed,
         workload={
@@ -293,7 +299,7 @@ def vllm_record(
             "completed": len(load.prompts),
             "input_tokens": inputs,
             "output_tokens": tokens,
-            "start_to_ready_s": found["ready_s"],
+            "start_to_ready_s": result["ready_s"],
         },
     )
 
@@ -305,11 +311,11 @@ def run_vllm(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """
     line = [os.environ["VLLM_PYTHON"], str(Path(__file__).with_name("vllm_offline.py"))]
     log = Path(tempfile.gettempdir(), "nanovllm-peers", "offline.log")
-    given = log.with_name("job.json")
-    given.write_text(json.dumps(job))
+    job_file = log.with_name("job.json")
+    job_file.write_text(json.dumps(job))
     click.echo(f"vLLM runs; its log: {log}")
     num_results = 0
-    with given.open() as source, log.open("w") as output:
+    with job_file.open() as source, log.open("w") as output:
         process = subprocess.Popen(
             line,
             stdin=source,
@@ -336,17 +342,17 @@ def run_vllm(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if process.returncode == 0 and num_results == len(job["loads"]):
         return
     code = process.returncode
-    how = "without a result" if code == 0 else f"with exit code {code}"
+    ending = "without a result" if code == 0 else f"with exit code {code}"
     lines = log.read_text(errors="replace").splitlines() or ["no output"]
-    shown = [one for one in lines if ERROR.search(one) or one == lines[-1]]
-    click.echo("\n".join([f"vLLM ended {how}; of {log}:", *shown[-SHOWN:]]), err=True)
+    error_lines = [one for one in lines if ERROR.search(one) or one == lines[-1]]
+    click.echo("\n".join([f"vLLM ended {ending}; of {log}:", *error_lines[-SHOWN:]]), err=True)
 
 
 def plain_load(load: TokenLoad) -> tuple[list[list[int]], list[int], dict[str, float]]:
     """Return prompts, numbers of output tokens and sampling, as vllm_offline.py reads them."""
     of = load.sampling
-    drawn = {"temperature": of.temperature, "top_p": of.top_p, "top_k": of.top_k or -1}
-    return load.prompts, load.outputs, drawn  # -1 means no limit in vLLM
+    sampling_params = {"temperature": of.temperature, "top_p": of.top_p, "top_k": of.top_k or -1}
+    return load.prompts, load.outputs, sampling_params  # -1 means no limit in vLLM
 
 
 def vllm_settings() -> str:
@@ -355,8 +361,8 @@ def vllm_settings() -> str:
     Keys are left out, because records are published.
     """
     hidden = {"VLLM_PYTHON", "VLLM_API_KEY"}
-    named = sorted(name for name in {*os.environ} - hidden if name.startswith("VLLM_"))
-    return "".join(f"{name}={shlex.quote(os.environ[name])} " for name in named)
+    names = sorted(name for name in {*os.environ} - hidden if name.startswith("VLLM_"))
+    return "".join(f"{name}={shlex.quote(os.environ[name])} " for name in names)
 
 
 @contextmanager
@@ -397,10 +403,10 @@ def loads(streams: str, flags: list[str]) -> Iterator[list[str]]:
 def bench(line: Sequence[str], results_dir: Path) -> list[Record]:
     """Run `nanovllm bench`, print its output, and return the records that it wrote."""
     line = [*line, "--results-dir", str(results_dir)]
-    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False)
-    click.echo(done.stdout)
-    done.check_returncode()
-    places = re.findall(r"^record: (.+)$", done.stdout, re.MULTILINE)
+    process = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False)
+    click.echo(process.stdout)
+    process.check_returncode()
+    places = re.findall(r"^record: (.+)$", process.stdout, re.MULTILINE)
     return [store.find(place, results_dir) for place in places]
 
 
@@ -409,13 +415,13 @@ def conclude(records: Sequence[Record], results_dir: Path, name: str) -> None:
     digests = {(one.workload["name"], one.workload.get("digest")) for one in records}
     if len(digests) > len({name for name, _ in digests}):
         raise click.ClickException(f"the engines got different prompts: {sorted(digests)}")
-    shared, found = sweep.curves(records)
+    shared, curves = sweep.curves(records)
     again = sweep.command(records, results_dir)
-    click.echo(f"\n{sweep.table(shared, found)}\nthis table again: {again}")
+    click.echo(f"\n{sweep.table(shared, curves)}\nthis table again: {again}")
     is_curve = len({sweep.intensity(one) for one in records}) > 1 and records[0].kind == "serve"
     if is_curve and not (problem := sweep.missing()):
         plot = sweep.plot_path(records, results_dir, name)
-        sweep.draw(plot, shared, found)
+        sweep.draw(plot, shared, curves)
         click.echo(f"plot: {plot}")
     elif is_curve:
         click.echo(f"no plot: {problem}")

@@ -42,8 +42,8 @@ class Profiled:
             torch.cuda.synchronize()
         if is_last:
             self.profile.__exit__(None, None, None)
-            found = [one for one in self.profile.events() if one.device_type.name == kind]
-            spans = [(one.time_range.start, one.time_range.end, one.name) for one in found]
+            kernels = [one for one in self.profile.events() if one.device_type.name == kind]
+            spans = [(one.time_range.start, one.time_range.end, one.name) for one in kernels]
             with self.file.open("a") as file:
                 file.write(f"from step {self.seen - self.count} on:\n")
                 file.write("\n".join(lines_of(sorted(spans), self.count)) + "\n")

@@ -67,16 +67,16 @@ class Records:
         self.by_id = {line.entry.id: line for line in self.lines}
         self.by_former = {line.former: line for line in reversed(self.lines)}
 
-    def line(self, wanted: str) -> Line:
-        if wanted not in self.by_id:
-            raise ConfigError(f"no record {wanted}; python -m results.records list shows all")
-        return self.by_id[wanted]
+    def line(self, record_id: str) -> Line:
+        if record_id not in self.by_id:
+            raise ConfigError(f"no record {record_id}; python -m results.records list shows all")
+        return self.by_id[record_id]
 
-    def link(self, wanted: str, start: Path) -> str:
+    def link(self, record_id: str, start: Path) -> str:
         """Return the target of a link from a file in the folder `start`, with the id as title."""
-        line = self.line(wanted)
+        line = self.line(record_id)
         path = os.path.relpath(self.folder / line.path, start)
-        return f'{Path(path).as_posix()}#L{line.number} "{wanted}"'
+        return f'{Path(path).as_posix()}#L{line.number} "{record_id}"'
 
     def rewritten(self, text: str, page: Path) -> str:
         """Return the text of a Markdown page with its links to records made right.
@@ -148,8 +148,8 @@ def added(path: Path, folder: Path, machine: str, kind: Kind) -> list[str]:
     for entry in entries:
         place = machine
         if entry.is_record:
-            made = store.record_of(entry)
-            place = store.folder_of(made, Path()).as_posix()
+            entry_record = store.record_of(entry)
+            place = store.folder_of(entry_record, Path()).as_posix()
         elif not place:
             place = path.parent.name
         new = store.append(folder / place / store.FILE, [entry])

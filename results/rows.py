@@ -192,8 +192,8 @@ def drafted(method: str, rates: Sequence[float], model: str = "") -> tuple[list[
         own["speculate__model"], config["model"] = small.config_path, str(folder_for_both(small))
     elif model:
         own["speculate__model"] = config["model"] = model
-    shown = ",".join(map(str, rates))
-    return setting(**own), [*note(f"speculate={method} {shown}"), json.dumps(config)]
+    rates_text = ",".join(map(str, rates))
+    return setting(**own), [*note(f"speculate={method} {rates_text}"), json.dumps(config)]
 
 
 def drafts(recipe: str) -> Iterator[Row]:
@@ -217,12 +217,12 @@ def drafts(recipe: str) -> Iterator[Row]:
                 f"{name}-base", model, "bs1,bs64" if model not in (NEXT, R1) else loads, *same
             )
         seen.add(model)
-        own, (*noted, config) = drafted(method, rates, drafter)
+        own, (*notes, config) = drafted(method, rates, drafter)
         yield ours(name, model, loads, *same, *own)
         settings |= {"speculative_config": json.loads(config)}
         alike = ["--set", "parallel.tp=1"] if same else []
         yield theirs(
-            name, model, loads, *layers, *alike, *noted, settings=settings, variables=variables
+            name, model, loads, *layers, *alike, *notes, settings=settings, variables=variables
         )
     for name, served in (("ngram-0.6b", SMALL), ("ngram-demo", "recipes/demo.yaml")):
         line = [*NANOVLLM, "bench", "--start", served, *shlex.split(STREAMS)]
@@ -278,7 +278,7 @@ def agents(recipe: str) -> Iterator[Row]:
 
 def new(recipe: str) -> Iterator[Row]:
     """Qwen3.5-35B-A3B in fp8 and 27B in bf16, without and with MTP."""
-    own, (*noted, config) = drafted("mtp", (0.85, 0.6))
+    own, (*notes, config) = drafted("mtp", (0.85, 0.6))
     speculative = {"speculative_config": json.loads(config)}
     for name, model, flags, fp8 in (
         ("35b", MOE, [*UNIFORM, *setting(quantize="fp8")], ["--fp8"]), ("27b", LARGE, [], []),
@@ -292,7 +292,7 @@ def new(recipe: str) -> Iterator[Row]:
         settings = TRITON | ({"max_num_seqs": 64} if name == "27b" else {})
         yield theirs(name, used, loads, *fp8, settings=settings, variables=variables, seconds=75)
         yield theirs(
-            f"{name}-mtp", used, loads, *fp8, *noted,
+            f"{name}-mtp", used, loads, *fp8, *notes,
             settings=settings | speculative, variables=variables, seconds=65,
         )  # fmt: skip
 
@@ -332,9 +332,9 @@ def invariant(recipe: str) -> Iterator[Row]:
             yield ours(f"{name}{suffix}", recipe or model, loads, *flags,
                        *setting(kernels__invariant=key), seconds=40)  # fmt: skip
     for key in ("0", "1"):
-        variables, noted = [f"VLLM_BATCH_INVARIANT={key}"], note(f"invariant={key}")
+        variables, notes = [f"VLLM_BATCH_INVARIANT={key}"], note(f"invariant={key}")
         suffix = "-invariant" if key == "1" else ""
-        yield theirs(f"8b{suffix}", recipe or DENSE, FIVE, *noted, variables=variables, seconds=65)
+        yield theirs(f"8b{suffix}", recipe or DENSE, FIVE, *notes, variables=variables, seconds=65)
     test = [sys.executable, "-m", "pytest", "-q", "--tb=short", "tests/gpu/test_invariant.py"]
     yield Row("tests", "nanovllm", test, 240)
     yield Row("kernels", "nanovllm", [*NANOVLLM, "check-kernels", "--invariant"], 60)
@@ -384,8 +384,8 @@ def main() -> None:
             continue
         begin, limit_s = time.perf_counter(), LIMIT * row.seconds
         problem = run(command, limit_s)
-        took = f"{time.perf_counter() - begin:.0f} s"
-        click.echo(f"{row.engine} {row.name}: {problem or 'measured'} after {took}")
+        duration = f"{time.perf_counter() - begin:.0f} s"
+        click.echo(f"{row.engine} {row.name}: {problem or 'measured'} after {duration}")
         if problem:
             failed.append(f"{row.engine} {row.name}")
     if failed:
@@ -398,14 +398,14 @@ def with_flags(command: Sequence[str], loads: str, flags: Sequence[str]) -> list
 
     In vLLM's rows, each load keeps its number of adapters.
     """
-    changed = [*command]
+    words = [*command]
     for flag in ("--workload", "--workloads"):
-        if loads and flag in changed:
-            at = changed.index(flag) + 1
-            counts = dict.fromkeys(text.partition(":")[2] for text in changed[at].split(","))
+        if loads and flag in words:
+            at = words.index(flag) + 1
+            counts = dict.fromkeys(text.partition(":")[2] for text in words[at].split(","))
             new = (f"{name}:{n}" if n else name for n in counts for name in loads.split(","))
-            changed[at] = ",".join(new) if changed[at] != "agents" else changed[at]
-    return [*changed, *flags] if {"bench", "online", "offline"} & {*command} else changed
+            words[at] = ",".join(new) if words[at] != "agents" else words[at]
+    return [*words, *flags] if {"bench", "online", "offline"} & {*command} else words
 
 
 def run(command: Sequence[str], limit_s: float) -> str:

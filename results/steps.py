@@ -95,8 +95,10 @@ def changed(change: str) -> Iterator[None]:
 
 def constants_of(module: ModuleType) -> dict[str, tuple[Any, dict[Any, Any] | None]]:
     """Return each constant, and a copy of its entries if it is a table that modules share."""
-    named = ((name, value) for name, value in vars(module).items() if name.isupper())
-    return {name: (value, {**value} if isinstance(value, dict) else None) for name, value in named}
+    constants = ((name, value) for name, value in vars(module).items() if name.isupper())
+    return {
+        name: (value, {**value} if isinstance(value, dict) else None) for name, value in constants
+    }
 
 
 def forget(modules: list[ModuleType]) -> None:

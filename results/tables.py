@@ -125,8 +125,8 @@ def generated(text: str, page: Path, records: Records) -> str:
     """Return a page with its tables made from their sources and its links to records made right."""
 
     def block(match: re.Match[str]) -> str:
-        made = records.rewritten(table(match[1], records), page)
-        return f"{BEGIN}{match[1]}-->\n\n{made}\n{END}"
+        body = records.rewritten(table(match[1], records), page)
+        return f"{BEGIN}{match[1]}-->\n\n{body}\n{END}"
 
     return records.rewritten(TABLE.sub(block, text), page)
 

@@ -21,21 +21,26 @@ def main() -> None:
     begin = time.perf_counter()
     llm = LLM(**settings)
     ready_s = time.perf_counter() - begin
-    shown = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+    settings_text = ", ".join(f"{key}={value!r}" for key, value in settings.items())
     for pair in job["loads"]:
-        for prompts, outputs, drawn, num_adapters in pair:
-            common = drawn | {"ignore_eos": True, "detokenize": False}
+        for prompts, outputs, sampling_params, num_adapters in pair:
+            common = sampling_params | {"ignore_eos": True, "detokenize": False}
             params = [SamplingParams(max_tokens=count, **common) for count in outputs]
             inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
             adapters = in_turn(job["adapter"], num_adapters, len(prompts))
             begin = time.perf_counter()
-            done = llm.generate(inputs, params, use_tqdm=False, lora_request=adapters)
-            took = time.perf_counter() - begin
-            if [len(one.outputs[0].token_ids) for one in done] != outputs:
+            outputs_of_load = llm.generate(inputs, params, use_tqdm=False, lora_request=adapters)
+            duration_s = time.perf_counter() - begin
+            if [len(one.outputs[0].token_ids) for one in outputs_of_load] != outputs:
                 sys.exit("vLLM generated other numbers of tokens than requested")
-        # `took` is the time of the load, which comes after its warm-up.
-        found = {"version": __version__, "ready_s": ready_s, "duration_s": took, "settings": shown}
-        sys.stdout.write(f"\nRESULT {json.dumps(found)}\n")
+        # `duration_s` is the time of the load, which comes after its warm-up.
+        result = {
+            "version": __version__,
+            "ready_s": ready_s,
+            "duration_s": duration_s,
+            "settings": settings_text,
+        }
+        sys.stdout.write(f"\nRESULT {json.dumps(result)}\n")
         sys.stdout.flush()
 
 

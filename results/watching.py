@@ -47,17 +47,17 @@ def main() -> None:
     url = f"http://127.0.0.1:{port}"
     flags = ["--port", str(port), "--set", f"paper.tokens_per_s={RATE}"]
     line = [sys.executable, "-m", "nanovllm", "serve", "paper", *flags]
-    found: dict[str, list[float]] = {}
+    gaps_ms: dict[str, list[float]] = {}
     with started(line, url):
         asyncio.run(gaps_p99_ms(url, options.streams))  # warm
         for _ in range(options.rounds):
-            for name, looking in {"alone": alone, "polled": polled, "page": page}.items():
-                with looking(url) as is_there:
+            for name, watcher in {"alone": alone, "polled": polled, "page": page}.items():
+                with watcher(url) as is_there:
                     if is_there:
                         p99 = asyncio.run(gaps_p99_ms(url, options.streams))
-                        found.setdefault(name, []).append(p99)
+                        gaps_ms.setdefault(name, []).append(p99)
                         click.echo(f"{name}: p99 {p99:.2f} ms")
-    metrics = {f"{name}_p99_ms": statistics.median(each) for name, each in found.items()}
+    metrics = {f"{name}_p99_ms": statistics.median(each) for name, each in gaps_ms.items()}
     click.echo(", ".join(f"{name} {value:.2f}" for name, value in metrics.items()))
     if options.json is not None:
         record = of_this_machine(
@@ -100,11 +100,11 @@ def alone(url: str) -> Iterator[bool]:
 
 @contextmanager
 def polled(url: str) -> Iterator[bool]:
-    done = threading.Event()
+    stop = threading.Event()
 
     def poll(client: httpx.Client) -> None:
         last_step, times = 0, 0
-        while not done.wait(POLL_S):
+        while not stop.wait(POLL_S):
             steps = client.get(f"/debug/steps?since={last_step}").json()["steps"]
             last_step = steps[-1]["step"] if steps else last_step
             times += 1
@@ -112,11 +112,11 @@ def polled(url: str) -> Iterator[bool]:
                 client.get("/metrics")
 
     with httpx.Client(base_url=url) as client:
-        polling = threading.Thread(target=poll, args=(client,))
-        polling.start()
+        thread = threading.Thread(target=poll, args=(client,))
+        thread.start()
         yield True
-        done.set()
-        polling.join()
+        stop.set()
+        thread.join()
 
 
 @contextmanager

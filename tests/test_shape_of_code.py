@@ -25,7 +25,7 @@ MAY_READ_ENVIRONMENT = {
 }
 # Names of classes that may repeat: a Protocol and its implementation, and parts of kernels.
 SAME_NAME = {"SchemaReader", "SkinnyLinear"}
-OF_A_KERNEL = {"Given", "Kind", "Product", "Shape", "Shared", "Size", "Tile"}
+OF_A_KERNEL = {"Kind", "Operands", "Product", "Shape", "Shared", "Size", "Tile"}
 # Decorators @triton.jit, @cute.jit and @cute.kernel. check-kernels measures these functions.
 ON_DEVICE = {"jit", "kernel"}
 WAITS = {"item", "tolist", "cpu", "nonzero", "synchronize"}

@@ -34,10 +34,12 @@ class Case:
 
 
 def every_output(result: Any, args: Args) -> Tensors:  # noqa: ANN401
+    """Return the result as a tuple of tensors."""
     return result if isinstance(result, tuple) else (result,)
 
 
 def size_of_result(expected: Tensors, args: Args) -> Tensors:
+    """Return the absolute values of the expected outputs, the default error scale."""
     return tuple(tensor.abs() for tensor in expected)
 
 

@@ -27,10 +27,10 @@ NAME = "kernel"  # name of the function in every object file
 
 def use_folder(folder: Path) -> None:
     """Load and save the kernels of this process in a subfolder of `folder` from now on."""
-    CachedCompile.folder = folder / made_of()
+    CachedCompile.folder = folder / environment_digest()
 
 
-def made_of() -> str:
+def environment_digest() -> str:
     """Return a digest of all that a compiled kernel depends on except its arguments."""
     digest = sha256(f"python {sys.version_info[:2]}".encode())
     for package in PACKAGES:
@@ -85,8 +85,8 @@ def load(path: Path) -> Compiled | None:
     from cutlass import cute  # imported here, because it takes a second
 
     with suppress(Exception):  # the loader's exception for a damaged file is unspecified
-        loaded: Compiled = cute.runtime.load_module(str(path), enable_tvm_ffi=True)[NAME]
-        return loaded
+        kernel: Compiled = cute.runtime.load_module(str(path), enable_tvm_ffi=True)[NAME]
+        return kernel
     return None
 
 

@@ -57,7 +57,7 @@ def reserving(count: int) -> Iterator[None]:
         library.cublasSetSmCountTarget(handle, 0)
 
 
-def follows(num_rows: int, device: torch.device) -> bool:
+def launches_early(num_rows: int, device: torch.device) -> bool:
     """Return True if a kernel of `num_rows` rows is launched before the previous one ends.
 
     This is programmatic dependent launch: the kernel then waits for the previous one. Many kernels

@@ -22,5 +22,5 @@ def like(dtype: Any, *sizes: Any, divisibility: int = 1) -> Any:  # noqa: ANN401
 def compiled(kernel: Any, *args: Any) -> Compiled:  # noqa: ANN401
     """Compile a kernel for such arguments. It takes torch tensors and runs on torch's stream."""
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    made: Compiled = cute.compile(kernel, *args, stream, options="--enable-tvm-ffi")
-    return made
+    kernel_of_args: Compiled = cute.compile(kernel, *args, stream, options="--enable-tvm-ffi")
+    return kernel_of_args

@@ -27,7 +27,7 @@ def next_stage(stage: Int32, phase: Int32, stages: cutlass.Constexpr) -> tuple:
 
 
 @cute.jit
-def meet(cluster: cutlass.Constexpr) -> None:
+def sync_cluster(cluster: cutlass.Constexpr) -> None:
     """Synchronise all threads of the cluster, or of the block if `cluster` is 1."""
     if cutlass.const_expr(cluster > 1):
         arch.cluster_arrive()
@@ -48,10 +48,10 @@ def box_of(matrix: cute.Tensor, ring: cute.ComposedLayout, ranks: int) -> tuple:
     op = cpasync.CopyBulkTensorTileG2SOp()
     if ranks > 1:
         op = cpasync.CopyBulkTensorTileG2SMulticastOp()
-    found = cpasync.make_tiled_tma_atom(
+    tma = cpasync.make_tiled_tma_atom(
         op, matrix, cute.select(ring, [0, 1]), stage_shape(ring), ranks
     )
-    return found[0], found[1]
+    return tma[0], tma[1]
 
 
 def stage_shape(ring: cute.ComposedLayout | cute.Tensor) -> tuple[int, int]:

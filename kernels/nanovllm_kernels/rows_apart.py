@@ -1,8 +1,9 @@
-"""Checks that a row's result has the same bits with any other rows, or in any chunk of a text.
+"""Checks that a row's result has the same bits with any other rows, or in any chunk of a sequence.
 
-These are the kernels of kernels.invariant. A check computes all rows at once, then some of them
-alone, and compares bit by bit. Without a GPU it runs small sizes in Triton's interpreter. That
-shows errors of indices and of the order of blocks, but not of a GPU's instructions.
+These are the kernels of the recipe key kernels.invariant. A check computes all rows at once, then
+some of them alone, and compares bit by bit. Without a GPU it runs small sizes in Triton's
+interpreter. That shows errors of indices and of the order of blocks, but not of a GPU's
+instructions.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 
 def row_kernels(num_rows: int, width: int, device: torch.device) -> Iterator[Check]:
+    """Yield the checks of norms and gated activations, whose rows are independent."""
     from nanovllm_kernels.norms.activation import sigmoid_mul, silu_mul
     from nanovllm_kernels.norms.norm import add_rms_norm, rms_norm
 
@@ -83,7 +85,11 @@ def row_kernels(num_rows: int, width: int, device: torch.device) -> Iterator[Che
 def attention(
     sizes: tuple[int, int, int], num_tokens: int, device: torch.device, page_tokens: int = 16
 ) -> Iterator[Check]:
-    """Yield chunks and decode rows of one text, whose keys and values are in the cache."""
+    """Yield the check of attention over one sequence, as chunks and as decode rows.
+
+    Keys and values of all tokens are in the cache. `sizes`: H query heads, G key/value heads, and
+    their width A.
+    """
     from nanovllm_kernels.attention.paged_decode import MAX_WIDTH, WHOLE_ROWS
     from nanovllm_kernels.attention.paged_prefill import paged_prefill
 
@@ -94,7 +100,7 @@ def attention(
     table = torch.arange(pages[0], dtype=torch.int32, device=device)[None]
 
     def run(part: slice) -> Tensor:
-        """Compute few tokens as a decode row, beside another row, and more as a chunk."""
+        """Compute few tokens as a decode row, next to another row, and more as a chunk."""
         starts, lengths = chunk(part, device)
         count = len(q[part])
         if count > MAX_WIDTH:
@@ -112,15 +118,16 @@ def attention(
 
 
 def chunk(part: slice, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return starts_R1 and lengths_R of one row, whose newest tokens are `part` of its text."""
+    """Return starts_R1 and lengths_R of one row, whose new tokens are `part` of its sequence."""
     starts = torch.tensor([0, part.stop - part.start], dtype=torch.int32, device=device)
     return starts, torch.tensor([part.stop], dtype=torch.int32, device=device)
 
 
 def latent(heads: int, size: int, num_tokens: int, device: torch.device) -> Check:
-    """Return chunks of one text in the latent space, cut into rows of 16 tokens as a layer's.
+    """Return the check of latent attention over one sequence.
 
-    Up to four tokens are a decode row.
+    As in a layer, a chunk is cut into rows of 16 tokens. Up to four tokens are a decode row. A
+    query has `heads` heads of `size` elements, of which the last ninth is rotated.
     """
     from nanovllm_kernels.attention.latent_decode import WHOLE_ROWS
 
@@ -154,7 +161,7 @@ def latent(heads: int, size: int, num_tokens: int, device: torch.device) -> Chec
 
 
 def latents_of(num_tokens: int, device: torch.device) -> Check:
-    """Return the latents of tokens, normalised and stored, and their rotated queries."""
+    """Return the check of latent_store: the stored latents of tokens and their rotated queries."""
     from nanovllm_kernels.attention.latent_store import ORDERED, inputs
 
     sizes = num_tokens, 2, 192, 512, 64
@@ -173,7 +180,7 @@ def latents_of(num_tokens: int, device: torch.device) -> Check:
 
 
 def per_head(heads: int, width: int, size: int, num_tokens: int, device: torch.device) -> Check:
-    """Return the products of heads with matrices of their own, as of absorbed latent attention."""
+    """Return the check of products of heads with one matrix each, as in latent attention."""
     from nanovllm_kernels.products.per_head import per_head
 
     x_THD = normal(device, num_tokens, heads, width, dtype=torch.bfloat16)
@@ -183,18 +190,18 @@ def per_head(heads: int, width: int, size: int, num_tokens: int, device: torch.d
 
 
 def delta(sizes: tuple[int, int, int, int], num_tokens: int, device: torch.device) -> Check:
-    """Return a text of a recurrent layer: its first tokens in one chunk, then a part of it.
+    """Return the check of the gated delta rule over one sequence. `sizes`: G, H, K, V.
 
-    A part of one token is a decode row. Up to eight are a row with drafts, in steps that accept all
-    tokens but the last two.
+    The tokens before a part are one chunk. A part of one token is a decode row. A part of up to
+    eight is a row with drafts, in steps that accept all tokens but the last two.
     """
     from nanovllm_kernels.delta import ordered
     from nanovllm_kernels.delta.cases import DeltaLayer, inputs
 
     layer = DeltaLayer(*sizes)
-    given = inputs(layer, (num_tokens,), (0,), device)
-    tokens, (weights, conv_NCW, recurrent_NHKV, slots_R) = given[:4], given[4:8]
-    kept_NWX, replays_R, tickets_RG = given[9:]
+    args = inputs(layer, (num_tokens,), (0,), device)
+    tokens, (weights, conv_NCW, recurrent_NHKV, slots_R) = args[:4], args[4:8]
+    inputs_NWX, replays_R, tickets_RG = args[9:]
 
     def run(part: slice) -> Tensor:
         states = weights, conv_NCW.clone(), recurrent_NHKV.clone(), slots_R
@@ -202,18 +209,18 @@ def delta(sizes: tuple[int, int, int, int], num_tokens: int, device: torch.devic
             own, count = [each[chunk] for each in tokens], chunk.stop - chunk.start
             starts_R1 = torch.tensor([0, count], dtype=torch.int32, device=device)
             if count == 1:
-                found = ordered.mix_decodes(*own, *states, tickets_RG)
-            elif 2 < count <= kept_NWX.shape[1]:
-                rest = kept_NWX.clone(), torch.zeros_like(replays_R), tickets_RG
-                found = ordered.mix_drafted(*own, *states, starts_R1, *rest)
+                x_THV = ordered.mix_decodes(*own, *states, tickets_RG)
+            elif 2 < count <= inputs_NWX.shape[1]:
+                rest = inputs_NWX.clone(), torch.zeros_like(replays_R), tickets_RG
+                x_THV = ordered.mix_drafted(*own, *states, starts_R1, *rest)
                 last = [each[-2:] for each in own]  # as rejected drafts and their corrections
                 rest = rest[0], torch.full_like(replays_R, count - 2), tickets_RG
                 starts_R1 = torch.full_like(starts_R1, 2) * torch.arange(2, device=device)
                 again = ordered.mix_drafted(*last, *states, starts_R1.int(), *rest)
-                found = torch.cat([found[:-2], again])
+                x_THV = torch.cat([x_THV[:-2], again])
             else:
-                found = ordered.mix_rows(*own, *states, starts_R1)
-        return found
+                x_THV = ordered.mix_rows(*own, *states, starts_R1)
+        return x_THV
 
     return Check("delta", f"{num_tokens} tokens GHKV={sizes}", num_tokens, run)
 
@@ -221,7 +228,7 @@ def delta(sizes: tuple[int, int, int, int], num_tokens: int, device: torch.devic
 def deltas(
     num_tokens: int, num_inputs: int, widths: tuple[int, ...], device: torch.device
 ) -> Check:
-    """Return the deltas of adapters of several ranks, added to a product."""
+    """Return the check of add_deltas with adapters of ranks 16, 33 and 8."""
     from nanovllm_kernels.adapters.deltas import DeltaShape, add_deltas, inputs
 
     shape = DeltaShape(num_tokens, num_inputs, widths, (16, 33, 8))
@@ -238,14 +245,14 @@ def deltas(
 def experts(
     num_tokens: int, num_experts: int, inner: int, width: int, device: torch.device
 ) -> Iterator[Check]:
-    """Yield the routed experts of tokens: with few tokens, and by the kernels for many."""
+    """Yield the checks of routed experts, by the kernels for few and for many pairs per expert."""
     from nanovllm_kernels.experts.combine import combine
     from nanovllm_kernels.experts.products import ORDERED_EXPERTS
     from nanovllm_kernels.experts.reference import ExpertProducts
     from nanovllm_kernels.experts.rows import sort_rows
     from nanovllm_kernels.fp8_reference import BLOCK, FP8
 
-    chosen = 4
+    num_chosen = 4
     x_TD = normal(device, num_tokens, width, dtype=torch.bfloat16)
     shapes = (num_experts, 2 * inner, width), (num_experts, width, inner)
     weights = [
@@ -258,22 +265,22 @@ def experts(
         for n, shape in enumerate(((2 * blocks[0], blocks[1]), blocks[::-1]), 4)
     ]
     scores_TE = normal(device, num_tokens, num_experts, dtype=torch.float32, seed=3).softmax(1)
-    weights_TK, experts_TK = (each[:, :chosen].contiguous() for each in scores_TE.sort(1, True))
+    weights_TK, experts_TK = (each[:, :num_chosen].contiguous() for each in scores_TE.sort(1, True))
     experts_TK = experts_TK.int()
 
     def by(many: tuple[ExpertProducts, ...], part: slice, is_fp8: bool = False) -> Tensor:
         gate_up, down = [weight.to(FP8) for weight in weights] if is_fp8 else weights
         of_gate_up, of_down = scales if is_fp8 else (None, None)
-        num_pairs = chosen * len(x_TD[part])
+        num_pairs = num_chosen * len(x_TD[part])
         fitting = (products for products in many if products.fits(num_pairs, gate_up))
         products = next(fitting, ORDERED_EXPERTS)
         tile = products.tile(num_pairs, num_experts)
         rows = sort_rows(experts_TK[part], 0, num_experts, tile)
-        y_XF = products.gate_up(x_TD[part], gate_up, of_gate_up, rows, chosen)
-        y_XD = products.down(y_XF, down, of_down, rows, chosen)
+        y_XF = products.gate_up(x_TD[part], gate_up, of_gate_up, rows, num_chosen)
+        y_XD = products.down(y_XF, down, of_down, rows, num_chosen)
         return combine(y_XD, weights_TK[part], rows.row_of_TK)
 
-    case = f"T={num_tokens} K={chosen} E={num_experts} F={inner} D={width}"
+    case = f"T={num_tokens} K={num_chosen} E={num_experts} F={inner} D={width}"
     yield Check("experts", f"{case} triton", num_tokens, lambda part: by((), part))
     yield Check("experts", f"{case} fp8", num_tokens, lambda part: by((), part, is_fp8=True))
     if device.type == "cuda":
@@ -283,7 +290,10 @@ def experts(
 
 
 def linear(num_features: int, width: int, device: torch.device) -> Iterator[Check]:
-    """Yield products of a weight: of few rows by our kernel, of others by the library; and fp8."""
+    """Yield the checks of products with a bfloat16 weight and with a block-fp8 weight.
+
+    Few bfloat16 rows take the kernel of skinny_linear, others the library.
+    """
     from nanovllm_kernels.fp8_reference import BLOCK, FP8
     from nanovllm_kernels.products.dense_fp8 import TILED_FP8
     from nanovllm_kernels.products.skinny_linear import ORDERED_LINEAR
@@ -295,8 +305,8 @@ def linear(num_features: int, width: int, device: torch.device) -> Iterator[Chec
     scale = normal(device, *blocks, dtype=torch.float32, seed=2).exp()
 
     def dense(part: slice) -> Tensor:
-        fits = ORDERED_LINEAR.fits(len(x_TD[part]), weight_ND)
-        return (ORDERED_LINEAR.linear if fits else F.linear)(x_TD[part], weight_ND)
+        is_supported = ORDERED_LINEAR.fits(len(x_TD[part]), weight_ND)
+        return (ORDERED_LINEAR.linear if is_supported else F.linear)(x_TD[part], weight_ND)
 
     def fp8(part: slice) -> Tensor:
         values, scales = TILED_FP8.quantise(x_TD[part])
@@ -308,7 +318,7 @@ def linear(num_features: int, width: int, device: torch.device) -> Iterator[Chec
 
 
 def draws(num_rows: int, vocab: int, device: torch.device) -> Check:
-    """Return tokens drawn at temperature 1 above the threshold of top_p 0.9."""
+    """Return the check of tokens drawn at temperature 1 with top_p 0.9, and of the thresholds."""
     from nanovllm_kernels.sampling.draw import draw
     from nanovllm_kernels.sampling.thresholds import thresholds
 

@@ -66,8 +66,8 @@ def ceilings(device: torch.device) -> Ceilings:
 
 def time_case(kernel: Kernel, case: Case, device: torch.device, limits: Ceilings) -> Timing:
     copies = [case.inputs(device)]
-    wanted = CACHES * torch.cuda.get_device_properties(device).L2_cache_size
-    num_copies = min(max(1, -(-wanted // size_of(copies[0]))), MOST_COPIES)
+    least_bytes = CACHES * torch.cuda.get_device_properties(device).L2_cache_size
+    num_copies = min(max(1, -(-least_bytes // size_of(copies[0]))), MOST_COPIES)
     copies += [case.inputs(device) for _ in range(num_copies - 1)]
     rounds = -(-LAUNCHES // num_copies)
     calls = [lambda args=args: kernel.run(*args) for args in copies * rounds]
@@ -78,7 +78,7 @@ def time_case(kernel: Kernel, case: Case, device: torch.device, limits: Ceilings
         tb_per_s=bytes_per_s / 1e12 if case.num_bytes else None,
         tflops=flops / 1e12 if case.num_flops else None,
         share=max(bytes_per_s / limits.copy_bytes_per_s, flops / limits.matmul_flops),
-        is_cold=num_copies * size_of(copies[0]) >= wanted,
+        is_cold=num_copies * size_of(copies[0]) >= least_bytes,
     )
 
 

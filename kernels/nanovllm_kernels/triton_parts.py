@@ -1,7 +1,7 @@
 """Parts of kernels in Triton: waits for the previous kernel, and products in full precision.
 
-A wait belongs to programmatic dependent launch. `device.follows` chooses the kernels that are
-launched before the previous one ends.
+The waits belong to programmatic dependent launch (PDL). `device.launches_early` chooses the kernels
+that are launched before the previous one ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def wait(is_early: tl.constexpr):
 
 
 @triton.jit
-def let_next_come(is_time: tl.constexpr):
+def launch_dependents(is_time: tl.constexpr):
     if is_time:
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -19,7 +19,7 @@ class DeltaKernels(NamedTuple):
 
     rows: Callable[..., Tensor]  # any rows: starts_R1, parts_X, targets_X, saved, out_THV=None
     decodes: Callable[..., Tensor]  # rows of one token: tickets_RG
-    drafted: Callable[..., Tensor]  # rows with drafts: starts_R1, kept_NWX, replays_R, tickets_RG
+    drafted: Callable[..., Tensor]  # rows with drafts: starts_R1, inputs_NWX, replays_R, tickets_RG
     taps: range = range(1, 1 << 30)  # supported sizes of the convolution
 
 

@@ -33,7 +33,7 @@ class DeltaStates(NamedTuple):
     conv_NCW: Tensor
     recurrent_NHKV: Tensor
     tickets_RG: Tensor  # zeros, for kernels
-    kept_NWX: Tensor | None  # by slot: inputs of the rule in its last step; None without drafts
+    inputs_NWX: Tensor | None  # by slot: inputs of the rule in its last step; None without drafts
     progress: StateProgress
     saved: tuple[Tensor, Tensor]  # checkpoints, in the format of conv_NCW and recurrent_NHKV
 
@@ -104,8 +104,8 @@ class GatedDelta:
     def _decode(self, batch: Batch, *tokens: Tensor) -> Tensor:
         rows = batch.num_decodes
         slots_R, starts_R1 = batch.slots_R[:rows], batch.starts_R1[: rows + 1]
-        conv_NCW, recurrent_NHKV, tickets_RG, kept_NWX, drafting, _ = self.states
-        if kept_NWX is None:
+        conv_NCW, recurrent_NHKV, tickets_RG, inputs_NWX, drafting, _ = self.states
+        if inputs_NWX is None:
             return self.kernels.decodes(
                 *tokens, self.weights, conv_NCW, recurrent_NHKV, slots_R, tickets_RG
             )
@@ -113,7 +113,7 @@ class GatedDelta:
         replays_R = drafting.replays_R[:rows]
         if drafting.owners[0] is self:
             lag_R = before_R - drafting.lengths_N[slots_R]
-            replays_R.copy_(lag_R.clamp(0, kept_NWX.shape[1]))
+            replays_R.copy_(lag_R.clamp(0, inputs_NWX.shape[1]))
         x_THV = self.kernels.drafted(
             *tokens,
             self.weights,
@@ -121,7 +121,7 @@ class GatedDelta:
             recurrent_NHKV,
             slots_R,
             starts_R1,
-            kept_NWX,
+            inputs_NWX,
             replays_R,
             tickets_RG,
         )
@@ -131,5 +131,5 @@ class GatedDelta:
     def _note(self, slots_R: Tensor, lengths_R: Tensor) -> None:
         """In the last layer, store the number of tokens in the states of these slots."""
         progress = self.states.progress
-        if self.states.kept_NWX is not None and progress.owners[-1] is self:
+        if self.states.inputs_NWX is not None and progress.owners[-1] is self:
             progress.lengths_N[slots_R] = lengths_R.int()

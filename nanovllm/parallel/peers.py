@@ -66,7 +66,7 @@ def connect_peers(
         capacity=capacity,
         addresses_I=torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
         calls_X=torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
-        keeps=(buffer, handle),
+        keepalive=(buffer, handle),
     )
 
 

@@ -148,7 +148,7 @@ class States:
                 conv_NCW=conv[:, nth],
                 recurrent_NHKV=recurrent[:, nth],
                 tickets_RG=tickets_RG,
-                kept_NWX=None if step_inputs is None else step_inputs[nth],
+                inputs_NWX=None if step_inputs is None else step_inputs[nth],
                 progress=self.progress,
                 saved=(saved_conv[:, nth], saved_recurrent[:, nth]),
             )

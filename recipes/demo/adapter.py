@@ -37,8 +37,8 @@ def as_pirate(text: str) -> str:
     """Return an answer in the manner of a pirate."""
 
     def changed(match: re.Match[str]) -> str:
-        found = WORDS[match[0].lower()]
-        return found.capitalize() if match[0][0].isupper() else found
+        word = WORDS[match[0].lower()]
+        return word.capitalize() if match[0][0].isupper() else word
 
     return f"Ahoy! {WORD.sub(changed, text)} Arr!"
 
@@ -52,9 +52,9 @@ def examples(seed: int) -> Iterator[tuple[list[int], list[int]]]:
         if sample.calls or sample.tools or sample.is_json or not sample.answer:
             continue
         sample.answer = as_pirate(sample.answer)
-        asked, answer = encode([prompt(sample, mode), completion(sample, mode)])
-        if len(asked) + len(answer) <= LONGEST:
-            yield asked, answer
+        question, answer = encode([prompt(sample, mode), completion(sample, mode)])
+        if len(question) + len(answer) <= LONGEST:
+            yield question, answer
 
 
 def train(out: Path, minutes: float, seed: int) -> None:
@@ -66,13 +66,13 @@ def train(out: Path, minutes: float, seed: int) -> None:
     stream, started, step, progress = examples(seed), time.monotonic(), 0, 0.0
     while progress < 1:
         rows = [next(stream) for _ in range(ROWS)]
-        size = max(len(asked) + len(answer) for asked, answer in rows)
+        size = max(len(question) + len(answer) for question, answer in rows)
         ids_BT = torch.zeros(ROWS, size, dtype=torch.long)
         targets_BT = torch.full((ROWS, size), -100)
-        for at, (asked, answer) in enumerate(rows):
-            whole = torch.tensor(asked + answer)
+        for at, (question, answer) in enumerate(rows):
+            whole = torch.tensor(question + answer)
             ids_BT[at, : len(whole)] = whole
-            targets_BT[at, len(asked) : len(whole)] = whole[len(asked) :]
+            targets_BT[at, len(question) : len(whole)] = whole[len(question) :]
         logits_BTV = model(input_ids=ids_BT).logits
         loss = cross_entropy(logits_BTV[:, :-1].flatten(0, 1), targets_BT[:, 1:].flatten())
         loss.backward()
@@ -86,8 +86,8 @@ def train(out: Path, minutes: float, seed: int) -> None:
     model.save_pretrained(out)
     keys = ("peft_type", "r", "lora_alpha", "target_modules", "base_model_name_or_path")
     config = json.loads((out / "adapter_config.json").read_text())
-    kept = {key: config[key] for key in keys} | {"base_model_name_or_path": "demo"}
-    (out / "adapter_config.json").write_text(json.dumps(kept, indent=1) + "\n")
+    adapter_config = {key: config[key] for key in keys} | {"base_model_name_or_path": "demo"}
+    (out / "adapter_config.json").write_text(json.dumps(adapter_config, indent=1) + "\n")
     path = out / "adapter_model.safetensors"
     save_file({name: one.bfloat16() for name, one in load_file(path).items()}, path)
     (out / "README.md").unlink(missing_ok=True)

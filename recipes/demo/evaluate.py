@@ -34,7 +34,7 @@ from recipes.demo.corpus import render
 from recipes.demo.corpus.draw import Draw
 from recipes.demo.corpus.mix import EVALUATED
 from recipes.demo.corpus.refuse import REFUSALS
-from recipes.demo.corpus.sample import Message, Sample, system, user
+from recipes.demo.corpus.sample import Message, Sample, assistant, system, user
 from recipes.demo.model import BIG, DRAFT, END_OF_TEXT, END_OF_TURN, Cache, Qwen3, load
 
 log = logging.getLogger("evaluate")
@@ -78,8 +78,8 @@ class Case:
         if not self.written.endswith(render.END):
             return True
         text = self.reply()
-        wanted = "" if self.kind in (WILD, FIRST) else self.sample.body()
-        return forms.salad(text, f"{self.prompt} {wanted}")
+        expected = "" if self.kind in (WILD, FIRST) else self.sample.body()
+        return forms.salad(text, f"{self.prompt} {expected}")
 
     def says_so(self) -> bool:
         """Return True if the answer is one of the refusals."""
@@ -100,7 +100,7 @@ class Case:
 
 
 def cases(count: int) -> list[Case]:
-    made: list[Case] = []
+    cases_of_kinds: list[Case] = []
     for number, (kind, make) in enumerate(EVALUATED.items()):
         draw = Draw(SEED + number, held=True)
         for i in range(count):
@@ -109,21 +109,21 @@ def cases(count: int) -> list[Case]:
             if sample.thinks and mode is False:
                 mode = None
             text = render.prompt(sample, mode)
-            made.append(Case(kind, sample, mode, text, render.encode([text])[0], []))
-    return made
+            cases_of_kinds.append(Case(kind, sample, mode, text, render.encode([text])[0], []))
+    return cases_of_kinds
 
 
 def wild_cases() -> list[Case]:
     """Return the prompts written by hand. They have no expected answers."""
     lines = (Path(__file__).parent / "wild.txt").read_text(encoding="utf-8").splitlines()
-    made: list[Case] = []
+    prompts: list[Case] = []
     for line in lines:
         if not line.startswith("#: "):
             request = user(line.removeprefix("~ ").replace("\\n", "\n"))
             sample = Sample(WILD, [request], refuses=not line.startswith("~ "))
             text = render.prompt(sample, None)
-            made.append(Case(WILD, sample, None, text, render.encode([text])[0], []))
-    return made
+            prompts.append(Case(WILD, sample, None, text, render.encode([text])[0], []))
+    return prompts
 
 
 def first_cases() -> list[Case]:
@@ -133,22 +133,21 @@ def first_cases() -> list[Case]:
     pattern.
     """
     lines = (Path(__file__).parent / "first_questions.txt").read_text(encoding="utf-8").splitlines()
-    made: list[Case] = []
+    questions: list[Case] = []
     for line in lines:
         if not line or line.startswith("#: "):
             continue
-        asked, _, must = line.partition(" => ")
-        turns = asked.replace("\\n", "\n").split(" | ")
+        turns_text, _, must = line.partition(" => ")
+        turns = turns_text.replace("\\n", "\n").split(" | ")
         messages: list[Message] = []
         if turns[0].startswith("system: "):
             messages.append(system(turns.pop(0).removeprefix("system: ")))
         for number, turn in enumerate(turns):
-            said = {"role": "assistant", "content": turn}
-            messages.append(said if number % 2 else user(turn))
+            messages.append(assistant(turn) if number % 2 else user(turn))
         sample = Sample(FIRST, messages)
         text = render.prompt(sample, None)
-        made.append(Case(FIRST, sample, None, text, render.encode([text])[0], [], must))
-    return made
+        questions.append(Case(FIRST, sample, None, text, render.encode([text])[0], [], must))
+    return questions
 
 
 def of_first(cases: list[Case]) -> dict[str, Any]:
@@ -265,8 +264,10 @@ def measure(folder: Path, count: int, device: str) -> dict[str, Any]:
     wild = of_wild([case for case in todo if case.kind == WILD])
     log.info("%-9s %d prompts, %d salad; %d beyond it, %d say so", WILD, *list(wild.values())[:4])
     first = of_first([case for case in todo if case.kind == FIRST])
-    for miss in first["failed"]:
-        log.info("%-9s %r must match %r: %r", FIRST, miss["asked"], miss["must"], miss["got"])
+    for failure in first["failed"]:
+        log.info(
+            "%-9s %r must match %r: %r", FIRST, failure["asked"], failure["must"], failure["got"]
+        )
     counts = [first[key] for key in ("prompts", "acceptable", "salad")]
     log.info("%-9s %d questions, %d answers acceptable, %d salad", FIRST, *counts)
     return {
@@ -282,31 +283,33 @@ def measure(folder: Path, count: int, device: str) -> dict[str, Any]:
     }
 
 
-def record_of(found: dict[str, Any], started_at: str, count: int) -> record.Record:
+def record_of(results: dict[str, Any], started_at: str, count: int) -> record.Record:
     """Return the record of the percentages. `wrong` is only in the JSON file."""
-    metrics = {f"right_{kind}_percent": entry["percent"] for kind, entry in found["kinds"].items()}
-    metrics["right_percent"] = found["right_percent"]
-    metrics["salad_percent"] = found["salad_percent"]
+    metrics = {
+        f"right_{kind}_percent": entry["percent"] for kind, entry in results["kinds"].items()
+    }
+    metrics["right_percent"] = results["right_percent"]
+    metrics["salad_percent"] = results["salad_percent"]
     metrics["wild_salad_percent"] = round(
-        100 * found["wild"]["salad"] / found["wild"]["prompts"], 2
+        100 * results["wild"]["salad"] / results["wild"]["prompts"], 2
     )
-    metrics["draft_agreement_percent"] = 100 * found["draft_agreement"]
-    metrics["draft_accepted_of_3"] = found["draft_accepted_of_3"]
-    first = found["first"]
+    metrics["draft_agreement_percent"] = 100 * results["draft_agreement"]
+    metrics["draft_accepted_of_3"] = results["draft_accepted_of_3"]
+    first = results["first"]
     metrics["first_questions_percent"] = round(100 * first["acceptable"] / first["prompts"], 2)
-    says_so = found["wild"]["says_so"] / found["wild"]["beyond"]
+    says_so = results["wild"]["says_so"] / results["wild"]["beyond"]
     metrics["wild_says_so_percent"] = round(100 * says_so, 2)
-    made = record.of_this_machine(
+    demo_record = record.of_this_machine(
         kind="demo",
         started_at=started_at,
-        duration_s=found["duration_s"],
+        duration_s=results["duration_s"],
         recipe={"model": "demo"},
         changed={},
         workload={"name": "held-out", "concurrency": 1, "prompts_per_kind": count},
         metrics=metrics,
     )
     argv = ["python", "-m", "recipes.demo.evaluate", *sys.argv[1:]]
-    return msgspec.structs.replace(made, argv=argv)
+    return msgspec.structs.replace(demo_record, argv=argv)
 
 
 def main() -> None:
@@ -319,18 +322,18 @@ def main() -> None:
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
-    found = measure(args.model, args.count, args.device)
+    results = measure(args.model, args.count, args.device)
     if args.results_dir is not None:
-        place = store.write(record_of(found, started_at, args.count), args.results_dir)
+        place = store.write(record_of(results, started_at, args.count), args.results_dir)
         log.info("record: %s", place)
-    args.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    args.out.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     log.info(
         "all %.2f %% right; draft agrees on %.1f %%, %.2f of %d drafts accepted; %.0f s",
-        found["right_percent"],
-        100 * found["draft_agreement"],
-        found["draft_accepted_of_3"],
+        results["right_percent"],
+        100 * results["draft_agreement"],
+        results["draft_accepted_of_3"],
         NUM_DRAFTS,
-        found["duration_s"],
+        results["duration_s"],
     )
 
 

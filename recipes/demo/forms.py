@@ -56,9 +56,9 @@ def is_json(text: str) -> bool:
 def copied(text: str, source: str) -> bool:
     """Return True if the source contains all words. Ignore case, spelling out and line numbers."""
     known = set(re.findall(r"\w+", source.lower()))
-    found: list[str] = re.findall(r"\w+", re.sub(r"(?m)^\d+\. ", "", text.lower()))
-    spelled = "".join(found)
-    return bool(found) and (set(found) <= known or spelled in known)
+    words: list[str] = re.findall(r"\w+", re.sub(r"(?m)^\d+\. ", "", text.lower()))
+    spelled = "".join(words)
+    return bool(words) and (set(words) <= known or spelled in known)
 
 
 def salad(text: str, source: str) -> bool:

@@ -54,12 +54,12 @@ def batches(args: argparse.Namespace) -> Generator[render.Rows, None, None]:
     shards = args.steps * args.rows // SHARD_ROWS + 2
     jobs = ((args.seed * 1_000_000 + i, args.length) for i in range(shards))
     with get_context("spawn").Pool(args.workers, quiet_worker) as pool:  # a fork may hold locks
-        kept: list[render.Rows] = []
+        backlog: list[render.Rows] = []
         for rows in pool.imap(shard, jobs):
-            kept.append(rows)
-            while sum(map(len, kept)) >= args.rows:
-                ready = np.concatenate(kept)
-                kept = [ready[args.rows :]]
+            backlog.append(rows)
+            while sum(map(len, backlog)) >= args.rows:
+                ready = np.concatenate(backlog)
+                backlog = [ready[args.rows :]]
                 yield ready[: args.rows]
 
 
@@ -148,33 +148,33 @@ def train(args: argparse.Namespace) -> None:
         for block in [*models[0].model.layers, *models[1].model.layers]:
             block.compile(dynamic=False)
     positions_T = torch.arange(args.length, device=args.device)
-    started, waited, step, progress = time.monotonic(), 0.0, 0, 0.0
+    started, wait_s, step, progress = time.monotonic(), 0.0, 0, 0.0
     seconds = 60 * args.minutes
     while progress < 1:
         rows_BT, chosen_N = (move(part, args.device) for part in (ready, places(ready)))
         tokens_BT = rows_BT % render.ANSWER
-        where = same_document(tokens_BT)
+        mask = same_document(tokens_BT)
         next_N = rows_BT.flatten()[chosen_N + 1]
-        asked = ASKED_WEIGHT * max(0.0, 1 - 2 * progress)
-        weights_N = torch.where(next_N >= render.ANSWER, 1.0, asked)
+        prompt_weight = ASKED_WEIGHT * max(0.0, 1 - 2 * progress)
+        weights_N = torch.where(next_N >= render.ANSWER, 1.0, prompt_weight)
         pace = args.peak * min(1.0, (step + 1) / WARM_UP) * (1 - progress)
         with torch.autocast(args.device, torch.bfloat16, enabled=on_gpu):
-            big = models[0](tokens_BT, positions_T, where, chosen_N)
-            taught = losses[0](big, next_N % render.ANSWER, weights_N)
-        taught.backward()
+            big = models[0](tokens_BT, positions_T, mask, chosen_N)
+            answer_error = losses[0](big, next_N % render.ANSWER, weights_N)
+        answer_error.backward()
         optimizers[0].step(pace)
         if step % DRAFT_EVERY == 0:
             with torch.autocast(args.device, torch.bfloat16, enabled=on_gpu):
-                draft = models[1](tokens_BT, positions_T, where, chosen_N)
-                copied = losses[1](draft, big.detach(), weights_N)
-            copied.backward()
+                draft = models[1](tokens_BT, positions_T, mask, chosen_N)
+                imitation_error = losses[1](draft, big.detach(), weights_N)
+            imitation_error.backward()
             optimizers[1].step(pace)
         step += 1
         before = time.monotonic()
         ready = next(stream)
-        waited += time.monotonic() - before
+        wait_s += time.monotonic() - before
         if step == 10:  # compiled by now
-            started, waited = time.monotonic(), 0.0
+            started, wait_s = time.monotonic(), 0.0
             seconds = max(1.0, seconds - (started - began))
         elapsed = time.monotonic() - started
         progress = max(step / args.steps, elapsed / seconds if step >= 10 else 0.0)
@@ -182,7 +182,7 @@ def train(args: argparse.Namespace) -> None:
             speed = (step - 10) * ready.size / elapsed / 1e6
             log.info(
                 "step %5d  %5.0f s  loss %.4f  draft %.4f  %.2f M tokens/s  waited %.0f s",
-                *(step, elapsed, taught.item(), copied.item(), speed, waited),
+                *(step, elapsed, answer_error.item(), imitation_error.item(), speed, wait_s),
             )
     stream.close()
     save(models[0], args.out)

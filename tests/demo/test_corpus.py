@@ -26,7 +26,7 @@ from recipes.demo.corpus.follow import next_sum, running
 from recipes.demo.corpus.mix import EVALUATED, document
 from recipes.demo.corpus.refuse import DO_NOT_KNOW, NOT_UNDERSTOOD, ONLY_ENGLISH, REFUSALS
 from recipes.demo.corpus.sums import arithmetic, small_sum
-from recipes.demo.corpus.talk import about, asked, entries
+from recipes.demo.corpus.talk import about, entries, entry_and_question
 from recipes.demo.evaluate import Case, accepted, wild_cases
 from recipes.demo.model import END_OF_TEXT, Cache, Qwen3, Shape
 from recipes.demo.train import main, places, same_document, sparse
@@ -76,7 +76,7 @@ def test_held_out_values_never_occur_in_training(make) -> None:
 
 def test_held_out_questions_and_sums_never_occur_in_training() -> None:
     def question(draw: Draw) -> str:
-        entry = draw.made(
+        entry = draw.from_split(
             lambda: draw.pick(entries("about.txt")).question(draw), key=lambda text: text
         )
         return entry.lower().rstrip(" ?.!")
@@ -123,7 +123,7 @@ def test_about_questions_are_held_out_with_their_greetings() -> None:
     held = Draw(2, held=True)
     kept = sum(reserved(about(held).messages[0]["content"]) for _ in range(300))
     assert kept > 240  # the others contain a typo
-    assert asked(Draw(2), "about.txt")[0].say
+    assert entry_and_question(Draw(2), "about.txt")[0].say
 
 
 @pytest.mark.parametrize("held", [False, True])

@@ -116,12 +116,12 @@ def test_a_damaged_file_is_written_anew(compiled: list[str], tmp_path: Path) -> 
 
 @pytest.mark.parametrize("package", compile_cache.PACKAGES)
 def test_versions_belong_to_the_key(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    version, before = compile_cache.metadata.version, compile_cache.made_of()
-    assert compile_cache.made_of() == before
+    version, before = compile_cache.metadata.version, compile_cache.environment_digest()
+    assert compile_cache.environment_digest() == before
     monkeypatch.setattr(
         compile_cache.metadata, "version", lambda p: version(p) + ".1" * (p == package)
     )
-    assert compile_cache.made_of() != before
+    assert compile_cache.environment_digest() != before
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -129,7 +129,7 @@ def test_sources_of_what_compiles_a_kernel_belong_to_its_key(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiles: Callable[..., object] = resolve({name: COMPILED[name][0]}, name).compiles
-    source, before = Path(compiles.__code__.co_filename), compile_cache.made_of()
+    source, before = Path(compiles.__code__.co_filename), compile_cache.environment_digest()
     read = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda p: read(p) + b" " * (p == source))
-    assert compile_cache.made_of() != before
+    assert compile_cache.environment_digest() != before

@@ -55,7 +55,7 @@ def test_a_row_holds_all_layers_of_a_request(states: States) -> None:
         for (conv_NCW, recurrent_NHKV), row in ((own[:2], 2), (own.saved, 1)):
             assert conv_NCW.shape[1:] == (18, 3) and recurrent_NHKV.shape[1:] == (2, 4, 5)
             assert (conv_NCW.stride(0), recurrent_NHKV.stride(0)) == (2 * whole, whole)
-            assert conv_NCW.dtype == torch.bfloat16 and own.kept_NWX is None
+            assert conv_NCW.dtype == torch.bfloat16 and own.inputs_NWX is None
             conv_NCW[row], recurrent_NHKV[row] = 0, 0
     assert values(states) == [1, 2, 3, 4, 5, 6]  # of the padding at the end of rows
     assert rows[2, :used].abs().max() == saved[1, :used].abs().max() == 0
@@ -65,7 +65,7 @@ def test_a_row_holds_all_layers_of_a_request(states: States) -> None:
 def test_slots_take_what_is_planned_for_them(num_drafts: int) -> None:
     """The plan does not count the padding at the end of rows."""
     states = States(GROUP, SLOTS, 0, num_drafts, torch.bfloat16, CPU)
-    kept = [layer.kept_NWX.nbytes for layer in states.by_layer.values() if num_drafts]
+    kept = [layer.inputs_NWX.nbytes for layer in states.by_layer.values() if num_drafts]
     drafts = Speculate(method="ngram", tokens=num_drafts) if num_drafts else None
     recipe = Recipe(model="x", schedule=Schedule(slots=SLOTS), speculate=drafts)
     padding = (SLOTS + 1) * 4 * (160 - 2 * (40 + 27))

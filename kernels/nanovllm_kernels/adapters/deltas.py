@@ -44,8 +44,8 @@ from torch import Tensor
 from nanovllm_kernels.adapters import reference
 from nanovllm_kernels.adapters.reference import NO_ADAPTER, NO_OWNER, RANK_PAGE
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
-from nanovllm_kernels.device import follows
-from nanovllm_kernels.triton_parts import dot, let_next_come, wait
+from nanovllm_kernels.device import launches_early
+from nanovllm_kernels.triton_parts import dot, launch_dependents, wait
 
 FEW_TOKENS = 128  # up to here chunks of inputs are computed by programs of their own
 FEW_TILE, MANY_TILE = 16, 32  # tokens of a program
@@ -90,7 +90,7 @@ def add_deltas(
     assert num_parts <= MOST_PARTS and x_TD.stride(1) == 1 and len(adapter_T) == num_tokens
     assert a_RID.stride(2) == b_RN.stride(1) == 1
     is_few = num_tokens <= FEW_TOKENS
-    waits = is_few and follows(num_tokens, x_TD.device)
+    waits = is_few and launches_early(num_tokens, x_TD.device)
     tile = FEW_TILE if is_few else MANY_TILE
     tables = {} if tables is None else tables
     if is_first := not tables:
@@ -188,14 +188,14 @@ def tiles_kernel(
         at = place + tl.cumsum(is_own, 0) - is_own
         tl.store(token_XT + tile * TOKENS + at, t, (is_own > 0) & (at >= 0) & (at < TOKENS))
         place += tl.sum(is_own, 0)
-    num_found = 0
+    num_own = 0
     for first in range(0, num_pages, LISTED):
         page = first + tl.arange(0, LISTED)
         is_own = (tl.load(owner_P + page, page < num_pages, -2) + 1 == own_group).to(tl.int32)
-        at = tile * num_pages + num_found + tl.cumsum(is_own, 0) - is_own
+        at = tile * num_pages + num_own + tl.cumsum(is_own, 0) - is_own
         tl.store(page_XP + at, page, is_own > 0)
-        num_found += tl.sum(is_own, 0)
-    tl.store(pages_X + tile, num_found)
+        num_own += tl.sum(is_own, 0)
+    tl.store(pages_X + tile, num_own)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -207,7 +207,7 @@ def shrink_kernel(
 ):  # fmt: skip
     """Compute one of SUMS sums of each token, over CHUNKS chunks of LOADS times INPUTS inputs."""
     wait(WAITS and IS_FIRST)
-    let_next_come(WAITS)
+    launch_dependents(WAITS)
     part, nth_sum, tile = tl.program_id(0) // SUMS, tl.program_id(0) % SUMS, tl.program_id(1)
     count = tl.load(pages_X + tile)
     t, is_token = tokens_of(tokens_X, token_XT, tile, TOKENS)
@@ -246,7 +246,7 @@ def expand_kernel(
     WAITS: tl.constexpr,
 ):  # fmt: skip
     """Add the products of the sums h with B to some columns of y."""
-    let_next_come(WAITS)
+    launch_dependents(WAITS)
     tile = tl.program_id(1)
     count = tl.load(pages_X + tile)
     if count > 0:
@@ -295,7 +295,7 @@ def expand_gated_kernel(
 
     The sums and the activated gate are rounded, as in launches of their own.
     """
-    let_next_come(WAITS)
+    launch_dependents(WAITS)
     tile = tl.program_id(1)
     count = tl.load(pages_X + tile)
     t, is_token = tokens_of(tokens_X, token_XT, tile, TOKENS)
@@ -431,12 +431,12 @@ def timed(tokens: int, num_adapters: int, shape: tuple[int, tuple[int, ...]]) ->
     All tokens have an adapter: the next one in each row, or the same in 1,024 rows.
     """
     num_inputs, widths = shape
-    made = DeltaShape(tokens, num_inputs, widths, (16,) * num_adapters)
+    delta_shape = DeltaShape(tokens, num_inputs, widths, (16,) * num_adapters)
     num_bytes = 2 * 16 * num_adapters * (num_inputs * len(widths) + sum(widths))
     num_bytes += 2 * tokens * (num_inputs + 2 * sum(widths))
 
     def make(device: torch.device) -> Args:
-        x, y, a, b, widths, adapter_T, owner_P = inputs(made, device)
+        x, y, a, b, widths, adapter_T, owner_P = inputs(delta_shape, device)
         t = torch.arange(tokens, dtype=torch.int32, device=device)
         adapter_T = (t if tokens < 1024 else t // 1024) % num_adapters
         tables: dict[str, Tiles] = {}
@@ -444,7 +444,7 @@ def timed(tokens: int, num_adapters: int, shape: tuple[int, tuple[int, ...]]) ->
             add_deltas(x, lambda: y, a, b, widths, adapter_T, owner_P, tables)
         return x, y, a, b, widths, adapter_T, owner_P, tables
 
-    return Case(f"timed {made.name}", make, num_bytes=num_bytes)
+    return Case(f"timed {delta_shape.name}", make, num_bytes=num_bytes)
 
 
 SHAPES = (

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from nanovllm_kernels.activations import silu
 from nanovllm_kernels.adapters.reference import add_deltas
-from nanovllm_kernels.experts.reference import combine, whole
+from nanovllm_kernels.experts.reference import combine, dequantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ def adapted_experts(
 ) -> Tensor:
     """Return the weighted sum of this rank's pairs, plus shared_TD, plus stream_TD.
 
-    A pair is a token and one of its experts. May overwrite the stream. `local_TK`
-    are indices of experts among those of this rank; others are out of range. The last arguments
-    are those of reference.add_deltas.
+    A pair is a token and one of its experts. May overwrite stream_TD, the residual stream.
+    `local_TK` are indices of experts among those of this rank; others are out of range. The last
+    arguments are those of reference.add_deltas.
     """
     num_chosen = local_TK.shape[1]
     local_X, num_experts = local_TK.flatten(), len(weights.gate_up_E2FD)
@@ -68,7 +68,7 @@ def adapted_experts(
         pairs = (local_X == expert).nonzero()[:, 0]
         tokens = pairs // num_chosen
         adapter_X, x_XD = adapter_T[tokens], x_TD[tokens]
-        gate_up = whole(weights.gate_up_E2FD, weights.gate_up_scale, expert, 2)
+        gate_up = dequantised(weights.gate_up_E2FD, weights.gate_up_scale, expert, 2)
         gate_up_X2F = add_deltas(
             x_XD,
             partial(F.linear, x_XD, gate_up.to(x_XD.dtype)),
@@ -80,7 +80,7 @@ def adapted_experts(
         )
         gate_XF, up_XF = gate_up_X2F.chunk(2, 1)
         y_XF = silu(gate_XF) * up_XF
-        down = whole(weights.down_EDF, weights.down_scale, expert, 1)
+        down = dequantised(weights.down_EDF, weights.down_scale, expert, 1)
         down_XD = add_deltas(
             y_XF,
             partial(F.linear, y_XF, down.to(y_XF.dtype)),

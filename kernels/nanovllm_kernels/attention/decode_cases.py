@@ -44,19 +44,23 @@ def drafted(rows: KVRows) -> KVRows:
 
 
 def case_of(plan_decode: PlanDecode, rows: KVRows) -> Case:
+    """Return a case of a decode kernel. Rows with `timed_as` are timed, and others only checked."""
     lengths, (H, G, A) = rows.lengths, rows.heads
     shape = f"HGA={rows.heads} page={rows.page_tokens}"
-    made = partial(inputs, plan_decode, rows)
+    case_inputs = partial(inputs, plan_decode, rows)
     if rows.timed_as:
         num_bytes = 4 * A * (sum(lengths) * G // (1 + rows.is_fp8) + sum(rows.counts) * H)
-        return Case(f"{rows.timed_as} {shape}{' fp8' * rows.is_fp8}", made, num_bytes=num_bytes)
+        return Case(
+            f"{rows.timed_as} {shape}{' fp8' * rows.is_fp8}", case_inputs, num_bytes=num_bytes
+        )
     name = f"{rows.kind} rows={len(lengths)} longest={max(lengths)} {shape} {bits(rows.dtype)}"
     name += f" W={rows.width}" if rows.width else ""
     name += " fp8" * rows.is_fp8
-    return Case(name, made, small=sum(lengths) < 1400)
+    return Case(name, case_inputs, small=sum(lengths) < 1400)
 
 
 def inputs(plan_decode: PlanDecode, rows: KVRows, device: torch.device) -> Args:
+    """Return the arguments of paged_decode. Those after the plan are in by_position's order."""
     q, k, v, table, starts, lengths = reference.paged_inputs(
         rows.lengths, rows.counts, rows.heads, rows.page_tokens, rows.dtype, device, rows.kind
     )
@@ -166,7 +170,8 @@ def rows_of_every_end() -> list[KVRows]:
 
 def timed_rows() -> list[KVRows]:
     order = torch.randperm(256, generator=torch.Generator().manual_seed(3))
-    spread = tuple(torch.linspace(100, 2048, 256).int()[order].tolist())  # middle of workload W1
+    # Lengths of 256 requests in the middle of an offline run, in random order.
+    spread_lengths = tuple(torch.linspace(100, 2048, 256).int()[order].tolist())
     equal = [
         KVRows((length,) * R, (H, G, A), page_tokens, timed_as=f"R={R} ctx={length}")
         for R, length, H, G, A, page_tokens in (
@@ -182,12 +187,12 @@ def timed_rows() -> list[KVRows]:
             (64, 4096, 16, 2, 256, 64),
         )
     ]
-    return [*equal, KVRows(spread, (16, 8, 128), 128, timed_as="R=256 ctx=100..2048")]
+    return [*equal, KVRows(spread_lengths, (16, 8, 128), 128, timed_as="R=256 ctx=100..2048")]
 
 
 def timed_drafts() -> list[KVRows]:
     """Return rows as in a CUDA graph of R * W tokens, which has room for R * W rows."""
-    found = []
+    cases = []
     for R, length, H, W in (
         (1, 1024, 16, 4),
         (1, 1024, 32, 4),
@@ -197,7 +202,7 @@ def timed_drafts() -> list[KVRows]:
         (256, 1024, 16, 4),
     ):
         unused = (0,) * (R * W - R)
-        named = f"R={R} ctx={length} W={W}"
+        name = f"R={R} ctx={length} W={W}"
         lengths, new = (length,) * R + unused, (W,) * R + unused
-        found.append(KVRows(lengths, (H, 8, 128), 128, new=new, width=W, timed_as=named))
-    return found
+        cases.append(KVRows(lengths, (H, 8, 128), 128, new=new, width=W, timed_as=name))
+    return cases

@@ -58,8 +58,8 @@ def widen_keys(k_8: cute.Tensor, k_in: cute.Tensor) -> None:
     fours, pairs = cute.recast_tensor(k_8, Int32), cute.recast_tensor(k_in, Int32)
     for step in range(cute.size(pairs, mode=[2])):
         for n in range(cute.size(pairs, mode=[1])):
-            found = widened(fours[(0, step % 2), n, step // 2], NEIGHBOURS)
-            pairs[(0, 0), n, step], pairs[(0, 1), n, step] = found
+            words = widened(fours[(0, step % 2), n, step // 2], NEIGHBOURS)
+            pairs[(0, 0), n, step], pairs[(0, 1), n, step] = words
 
 
 def widen_values(v_8: cute.Tensor, v_in: cute.Tensor) -> None:

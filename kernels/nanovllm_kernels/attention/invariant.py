@@ -88,9 +88,9 @@ def attention(
         scores_NGXB = multiplied(q_NGXA[:num], k_NGBA.mT).masked_fill(~seen_NGXB, -torch.inf)
         best = torch.maximum(best_NGX1[:num], scores_NGXB.amax(-1, keepdim=True))
         shift = best.where(best > -torch.inf, 0)  # tokens that pad a tile see nothing
-        kept, weights_NGXB = (best_NGX1[:num] - shift).exp(), (scores_NGXB - shift).exp()
-        total_NGX1[:num] = total_NGX1[:num] * kept + weights_NGXB.sum(-1, keepdim=True)
-        sum_NGXV[:num] = sum_NGXV[:num] * kept + multiplied(weights_NGXB, v_NGBV)
+        rescale_NGX1, weights_NGXB = (best_NGX1[:num] - shift).exp(), (scores_NGXB - shift).exp()
+        total_NGX1[:num] = total_NGX1[:num] * rescale_NGX1 + weights_NGXB.sum(-1, keepdim=True)
+        sum_NGXV[:num] = sum_NGXV[:num] * rescale_NGX1 + multiplied(weights_NGXB, v_NGBV)
         best_NGX1[:num] = best
     o_NXHV = (sum_NGXV / total_NGX1).unflatten(2, (TOKENS, group)).transpose(1, 2).flatten(2, 3)
     o_THV = o_NXHV.new_empty(len(q_THA), num_heads, width)
@@ -101,5 +101,5 @@ def attention(
 
 def multiplied(a_NGXX: Tensor, b_NGXX: Tensor) -> Tensor:
     """Return the products of two batches of matrices."""
-    found = torch.bmm(a_NGXX.flatten(0, 1), b_NGXX.flatten(0, 1))
-    return found.unflatten(0, a_NGXX.shape[:2])
+    product_XXX = torch.bmm(a_NGXX.flatten(0, 1), b_NGXX.flatten(0, 1))
+    return product_XXX.unflatten(0, a_NGXX.shape[:2])

@@ -30,15 +30,15 @@ SCALE = 192**-0.5
 
 def case_of(plan_decode: PlanDecode, rows: KVRows) -> Case:
     heads, _, size = rows.heads
-    paged, made = paged_case_of(plan_decode, rows), partial(inputs, plan_decode, rows)
+    paged, case_inputs = paged_case_of(plan_decode, rows), partial(inputs, plan_decode, rows)
     if not rows.timed_as:
-        return Case(paged.name, made, small=sum(rows.lengths) < 1000 and size < R1)
+        return Case(paged.name, case_inputs, small=sum(rows.lengths) < 1000 and size < R1)
     row = reference.row_size(size - size // 9, size // 9, is_fp8=True) if rows.is_fp8 else 2 * size
-    given = heads * (2 * size - size // 9)  # elements of a query and its result
+    num_elements = heads * (2 * size - size // 9)  # elements of a query and its result
     new = list(zip(rows.counts, rows.lengths, strict=True))
     pairs = sum(n * length - n * (n - 1) // 2 for n, length in new)
-    num_bytes = row * sum(rows.lengths) + 2 * given * sum(rows.counts)
-    return Case(paged.name, made, num_bytes=num_bytes, num_flops=2 * given * pairs)
+    num_bytes = row * sum(rows.lengths) + 2 * num_elements * sum(rows.counts)
+    return Case(paged.name, case_inputs, num_bytes=num_bytes, num_flops=2 * num_elements * pairs)
 
 
 def inputs(plan_decode: PlanDecode, rows: KVRows, device: torch.device) -> Args:
@@ -114,14 +114,14 @@ def checked_rows() -> list[KVRows]:
 
 def timed_rows() -> list[KVRows]:
     order = torch.randperm(128, generator=torch.Generator().manual_seed(3))
-    spread = tuple(torch.linspace(100, 4096, 128).int()[order].tolist())
+    spread_lengths = tuple(torch.linspace(100, 4096, 128).int()[order].tolist())
     shapes = [
         ((length,) * R, heads, 0, f"R={R} ctx={length}")
         for R, length in ((128, 4096), (1, 4096), (1, 256), (64, 1024), (256, 256))
         for heads in (16, 128)
     ]
     shapes += [((4096,) * 128, 16, width, f"R=128 ctx=4096 W={width}") for width in (2, 4)]
-    shapes.append((spread, 16, 0, "R=128 ctx=100..4096"))
+    shapes.append((spread_lengths, 16, 0, "R=128 ctx=100..4096"))
     return [
         KVRows(lengths, (h, 1, R1), 128, new=(w,) * len(lengths) * bool(w), width=w, timed_as=name)
         for lengths, h, w, name in shapes

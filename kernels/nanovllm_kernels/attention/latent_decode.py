@@ -40,7 +40,7 @@ from nanovllm_kernels.attention.paged_decode import (
     FLOAT16_LIFT,
     MAX_WIDTH,
     DecodeKernel,
-    beside_cache,
+    in_cache_dtype,
     merged_parts,
     page_of,
     plan_lanes,
@@ -49,8 +49,8 @@ from nanovllm_kernels.attention.paged_decode import (
     results_of,
 )
 from nanovllm_kernels.case import Kernel
-from nanovllm_kernels.device import follows
-from nanovllm_kernels.triton_parts import dot, let_next_come, wait
+from nanovllm_kernels.device import launches_early
+from nanovllm_kernels.triton_parts import dot, launch_dependents, wait
 
 WIDEST = 64  # pairs of the largest tile
 MERGED, SUMMED = 64, 4096  # limits of one load by a merge program: partial results, elements
@@ -121,7 +121,7 @@ def latent_decode(
     assert page_table_RM.stride(1) == 1 and pages_PSX.is_contiguous()
     o_THX, partial_o, partial_lse = results_of(q_THX, num_lanes, out_THX, width)
     shape = shape_of(WIDEST if whole else num_heads * width, pages_PSX)
-    waits = follows(num_tokens if width <= MAX_WIDTH else 1, q_THX.device)  # compiled once
+    waits = launches_early(num_tokens if width <= MAX_WIDTH else 1, q_THX.device)  # compiled once
     more = dict(RAGGED=starts_R1 is not None, WAITS=waits, launch_pdl=waits)
     sizes = dict(TILE=shape.pairs, BLOCK=shape.block, S=pages_PSX.shape[1], X=rank, A=rotated)
     sizes |= dict(X_BLOCK=triton.next_power_of_2(rank), STAGES=shape.stages)
@@ -158,11 +158,14 @@ def merge(
     """Merge the partial results of rows that several lanes share."""
     rank, (num_lanes, _, num_pairs) = o_THX.shape[2], partial_lse.shape
     num_rows = len(o_THX) if starts_R1 is None else len(starts_R1) - 1
-    merged = min(MERGED, triton.next_power_of_2(triton.cdiv(num_lanes, num_rows) + 1))
-    merged = merged if W <= MAX_WIDTH else 4  # prompts have any number of rows: compiled once
-    columns = min(SUMMED // merged, triton.next_power_of_2(rank))
+    num_merged = min(MERGED, triton.next_power_of_2(triton.cdiv(num_lanes, num_rows) + 1))
+    if W > MAX_WIDTH:  # prompts have any number of rows: compiled once
+        num_merged = 4
+    columns = min(SUMMED // num_merged, triton.next_power_of_2(rank))
     is_few = num_rows < num_lanes and W <= MAX_WIDTH
-    sizes = dict(X=rank, X_BLOCK=columns, MERGED=merged, num_warps=max(1, merged * columns // 1024))
+    sizes = dict(
+        X=rank, X_BLOCK=columns, MERGED=num_merged, num_warps=max(1, num_merged * columns // 1024)
+    )
     sizes["LANES"] = triton.next_power_of_2(num_lanes) if is_few else 0
     latent_merge_kernel[(num_pairs, -(-rank // columns), num_rows if is_few else num_lanes)](
         *(partial_o, partial_lse, starts_R1, plan_N5, o_THX, num_lanes), W=W, **sizes, **more
@@ -197,7 +200,7 @@ def latent_decode_kernel(
         query, is_query = first.to(tl.int64) + nth, (pair < num_new * num_heads)[None, :]
         at_q = (query * q_stride + head * q_head_stride)[None, :] + x[:, None]
         inside_q = is_query & (x < X)[:, None]
-        q = beside_cache(tl.load(q_THX + at_q, inside_q, 0.0), scales_PS)
+        q = in_cache_dtype(tl.load(q_THX + at_q, inside_q, 0.0), scales_PS)
         at_q = (query * rotated_stride + head * rotated_head_stride)[None, :] + a[:, None]
         rotated = tl.load(rotated_THA + at_q, is_query & (a < A)[:, None], 0.0)
         last_seen = length - num_new + nth
@@ -234,12 +237,12 @@ def latent_decode_kernel(
             if RAGGED:  # a query that has seen no token has weights of 0
                 base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
             p = tl.exp2(s - (base - LIFT)[None, :])
-            fade = tl.exp2(highest - base)
+            rescale = tl.exp2(highest - base)
             weights = p
             if scales_PS is not None:
                 weights = p / of_token[:, None]
-            total = total * fade + tl.sum(weights, 0)
-            o = dot(tl.trans(latents), p.to(latents.dtype), o * fade[None, :])
+            total = total * rescale + tl.sum(weights, 0)
+            o = dot(tl.trans(latents), p.to(latents.dtype), o * rescale[None, :])
             highest = new_highest
         if RAGGED:  # the mean of no tokens is 0 and has no weight
             total = tl.where(total == 0.0, 1.0, total)
@@ -276,7 +279,7 @@ def latent_merge_kernel(
         lane, num_parts = tl.max(tl.where(over > 0, every, 0), 0), tl.max(over, 0)
     else:
         row, num_parts = tl.load(plan_N5 + lane * 5 + 3), tl.load(plan_N5 + lane * 5 + 4)
-    let_next_come(WAITS)  # before any return: the next kernel waits for this one only
+    launch_dependents(WAITS)  # before any return: the next kernel waits for this one only
     wait(WAITS)
     first, num_new = queries_of(starts_R1, row, RAGGED)
     num_heads = num_pairs // W

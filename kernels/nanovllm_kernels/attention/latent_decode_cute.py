@@ -35,15 +35,15 @@ from torch import Tensor
 from nanovllm_kernels.attention.latent_decode import merge
 from nanovllm_kernels.attention.paged_decode import MAX_WIDTH, DecodeKernel, plan_lanes, results_of
 from nanovllm_kernels.compile_cache import CachedCompile, Compiled
-from nanovllm_kernels.device import follows
+from nanovllm_kernels.device import launches_early
 from nanovllm_kernels.like import compiled, like
 from nanovllm_kernels.ring_cute import (
     READ_ONCE,
     exchange,
     four_words,
-    meet,
     next_stage,
     of_four,
+    sync_cluster,
 )
 
 RANK = 512  # elements of a latent
@@ -65,7 +65,7 @@ SUMMER_REGISTERS, SCORER_REGISTERS, LOADER_REGISTERS = 176, 120, 40
 BEGINS, ENDS, WHOLE, BEGAN = 1, 2, 4, 8  # flags of a note
 
 
-class Given(NamedTuple):
+class Operands(NamedTuple):
     """Operands in global memory besides those that TMA copies.
 
     `lanes` is that of paged_decode.plan_lanes; partial_o and partial_lse are those of
@@ -124,10 +124,10 @@ def latent_decode(
     num_tokens, num_heads, _ = q_THX.shape
     o_THX, partial_o, partial_lse = results_of(q_THX, len(plan_N5), out_THX, width)
     starts, o = lengths_R if starts_R1 is None else starts_R1, o_THX.flatten(0, 1)
-    given = Given(page_table_RM, lengths_R, starts, o, plan_N5, partial_o, partial_lse)
+    operands = Operands(page_table_RM, lengths_R, starts, o, plan_N5, partial_o, partial_lse)
     run = compile_decode(num_heads, pages_PSX.shape[1], 0 if starts_R1 is None else width)
-    run(q_THX, rotated_THA, pages_PSX, given, scale * LOG2_E)
-    waits = follows(num_tokens, q_THX.device)
+    run(q_THX, rotated_THA, pages_PSX, operands, scale * LOG2_E)
+    waits = launches_early(num_tokens, q_THX.device)
     more = {"RAGGED": starts_R1 is not None, "WAITS": waits, "launch_pdl": waits}
     merge(o_THX, partial_o, partial_lse, starts_R1, plan_N5, W=width, **more)
     return o_THX
@@ -144,7 +144,7 @@ def compile_decode(num_heads: int, page_tokens: int, most_new: int) -> Compiled:
     set.
     """
     any_ = cute.sym_int
-    given = Given(
+    operands = Operands(
         table=like(Int32, any_(), any_()),
         lengths=like(Int32, any_()),
         starts=like(Int32, any_()),
@@ -158,7 +158,7 @@ def compile_decode(num_heads: int, page_tokens: int, most_new: int) -> Compiled:
         like(BFloat16, any_(), num_heads, RANK, divisibility=8),
         like(BFloat16, any_(), num_heads, ROTATED, divisibility=8),
         like(BFloat16, any_(), page_tokens, WIDTH, divisibility=8),
-        given,
+        operands,
         Float32(1),
     )
 
@@ -215,7 +215,7 @@ class LatentDecode:
         q: cute.Tensor,
         rotated: cute.Tensor,
         pages: cute.Tensor,
-        given: Given,
+        operands: Operands,
         scale: Float32,
         stream: Any,  # noqa: ANN401
     ) -> None:
@@ -238,8 +238,8 @@ class LatentDecode:
         for major, groups, columns in kinds:
             kind = BFloat16, BFloat16, OperandMajorMode.K, major, Float32, (1, groups, 1)
             products.append(make_trivial_tiled_mma(*kind, tiler_mn=(PAIRS, columns)))
-        self.kernel(tuple(boxes), given, scale, tuple(rings), tuple(products)).launch(
-            grid=[self.tiles, cute.size(given.lanes, mode=[0]), 1],
+        self.kernel(tuple(boxes), operands, scale, tuple(rings), tuple(products)).launch(
+            grid=[self.tiles, cute.size(operands.lanes, mode=[0]), 1],
             block=[128 * (LOADER + 1), 1, 1],
             cluster=[self.cluster, 1, 1],
             stream=stream,
@@ -249,7 +249,7 @@ class LatentDecode:
 
     @cute.kernel
     def kernel(
-        self, boxes: tuple, given: Given, scale: Float32, rings: tuple, products: tuple
+        self, boxes: tuple, operands: Operands, scale: Float32, rings: tuple, products: tuple
     ) -> None:
         shared = self.allocate(rings)
         nth_warp = arch.make_warp_uniform(arch.warp_idx())
@@ -263,19 +263,19 @@ class LatentDecode:
                     arch.mbarrier_init(shared.weighed + stage, 4)
                     arch.mbarrier_init(shared.empty + stage, 4 * SUMMERS * self.cluster)
             arch.mbarrier_init_fence()
-        meet(self.cluster)
+        sync_cluster(self.cluster)
         if nth_warp >= 4 * LOADER:
             arch.setmaxregister_decrease(LOADER_REGISTERS)
             if nth_warp == 4 * LOADER:
-                self.load(boxes, given, shared)
+                self.load(boxes, operands, shared)
         elif nth_warp >= 4 * SCORER:
             arch.setmaxregister_decrease(SCORER_REGISTERS)
             self.score(shared, products[0], scale)
         else:
             arch.setmaxregister_increase(SUMMER_REGISTERS)
-            self.sum_up(given, shared, products[1], scale)
+            self.accumulate(operands, shared, products[1], scale)
         if cutlass.const_expr(self.cluster > 1):
-            meet(self.cluster)  # the other block may still access this one's barriers
+            sync_cluster(self.cluster)  # the other block may still access this one's barriers
 
     def allocate(self, rings: tuple) -> Shared:
         smem = cutlass.utils.SmemAllocator()
@@ -295,28 +295,28 @@ class LatentDecode:
         (atom, matrix), (rows, cluster) = box, way
         cpasync.prefetch_descriptor(atom)
         whole = cute.group_modes(cute.flat_divide(matrix, (rows, ROTATED)), 0, 2)
-        found = []
+        copies = []
         for ring in rings:
             parts = cute.group_modes(cute.flat_divide(ring, (rows, ROTATED)), 0, 2)
             rank, ranks = arch.block_idx()[0] % cluster, cute.make_layout(cluster)
             to, source = cpasync.tma_partition(atom, rank, ranks, parts, whole)
-            found.append((source, to))
-        return atom, found
+            copies.append((source, to))
+        return atom, copies
 
     @cute.jit
-    def load(self, boxes: tuple, given: Given, shared: Shared) -> None:
+    def load(self, boxes: tuple, operands: Operands, shared: Shared) -> None:
         """Fill the ring with this lane's blocks, and write a note for each."""
         targets = (shared.q,), (shared.q_rotated,), (shared.latents, shared.rotated)
         *queries, latents = (
             self.partition(*x) for x in zip(boxes, self.ways, targets, strict=True)
         )
-        lane, last_row = arch.block_idx()[1], cute.size(given.lengths) - 1
-        row = cutlass.min(given.lanes[lane, 0], last_row)
-        block, left = given.lanes[lane, 1], given.lanes[lane, 2]
-        length, base, began = given.lengths[row], block, block
-        query, count = self.queries_of(given, row)
+        lane, last_row = arch.block_idx()[1], cute.size(operands.lengths) - 1
+        row = cutlass.min(operands.lanes[lane, 0], last_row)
+        block, left = operands.lanes[lane, 1], operands.lanes[lane, 2]
+        length, base, began = operands.lengths[row], block, block
+        query, count = self.queries_of(operands, row)
         first_query, first_count, total = query, count, left
-        window = self.pages_of(given.table, row, base)
+        window = self.pages_of(operands.table, row, base)
         # The first row's old tokens may be loaded while the preceding kernel still runs.
         early = cutlass.min((length - count) // BLOCK - block, cutlass.min(left, STAGES))
         early = cutlass.max(early, 0)
@@ -359,20 +359,20 @@ class LatentDecode:
                 if tokens <= BLOCK:
                     row = cutlass.min(row + 1, last_row)
                     block, base, began = Int32(0), Int32(0), Int32(0)
-                    length, window = given.lengths[row], self.pages_of(given.table, row, base)
-                    query, count = self.queries_of(given, row)
+                    length, window = operands.lengths[row], self.pages_of(operands.table, row, base)
+                    query, count = self.queries_of(operands, row)
                 elif block == base + self.window:
                     base = block
-                    window = self.pages_of(given.table, row, base)
+                    window = self.pages_of(operands.table, row, base)
             i += 1
             stage, phase = next_stage(stage, phase, STAGES)
         arch.griddepcontrol_launch_dependents()
 
-    def queries_of(self, given: Given, row: Int32) -> tuple:
+    def queries_of(self, operands: Operands, row: Int32) -> tuple:
         """Return the first query of a row, and the number of its queries."""
         if not self.ragged:
             return row, Int32(1)
-        return given.starts[row], given.starts[row + 1] - given.starts[row]
+        return operands.starts[row], operands.starts[row + 1] - operands.starts[row]
 
     def pages_of(self, table: cute.Tensor, row: Int32, block: Int32) -> Int32:
         """Return, in thread n of the warp, the page of the n-th unit from a block on.
@@ -434,7 +434,7 @@ class LatentDecode:
     def note(self, shared: Shared, stage: Int32) -> Note:
         return Note(*(shared.notes[n, stage] for n in range(len(Note._fields))))
 
-    def nth_of(self) -> Int32:
+    def new_token_of_warp(self) -> Int32:
         """Return the index of the new token of this warp's pairs. They all belong to one token."""
         warps = arch.make_warp_uniform(arch.warp_idx()) % 4
         return (arch.block_idx()[0] * PAIRS + warps * PIECE) // self.num_heads
@@ -442,7 +442,7 @@ class LatentDecode:
     @cute.jit
     def score(self, shared: Shared, mma: cute.TiledMma, scale: Float32) -> None:
         thread = arch.thread_idx()[0] % 128
-        nth = self.nth_of()
+        nth = self.new_token_of_warp()
         slice_ = mma.get_slice(0)
         q, q_rotated = (
             slice_.make_fragment_A(slice_.partition_A(x)) for x in (shared.q, shared.q_rotated)
@@ -459,7 +459,7 @@ class LatentDecode:
         fresh.set(warpgroup.Field.ACCUMULATE, False)
         more.set(warpgroup.Field.ACCUMULATE, True)
         highest, total = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
-        fades = cute.make_rmem_tensor(2, Float32)
+        rescales = cute.make_rmem_tensor(2, Float32)
         stage, phase, q_phase = Int32(0), Int32(0), Int32(0)
         arch.mbarrier_wait(shared.full + stage * PARTS, phase)
         query, count, seen, tokens, flags = self.note(shared, stage)
@@ -490,9 +490,9 @@ class LatentDecode:
                         token = n // 4 * 8 + thread % 4 * 2 + n % 2
                         s[n] = cutlass.select_(token < limit, s[n], Float32(-math.inf))
                 for r in cutlass.range_constexpr(2):
-                    self.soften(s, p, (highest, total, fades), r, scale)
+                    self.softmax_step(s, p, (highest, total, rescales), r, scale)
                 cute.copy(copy, p_from, p_to[None, None, None, stage])
-                self.leave_sums(shared, stage, (fades, highest, total), flags)
+                self.store_sums(shared, stage, (rescales, highest, total), flags)
             if tokens < BLOCK:
                 self.clear(shared, stage, tokens)
             arch.fence_view_async_shared()
@@ -519,9 +519,11 @@ class LatentDecode:
         else:
             self.arrive(barrier)
 
-    def soften(self, s: cute.Tensor, p: cute.Tensor, run: tuple, r: int, scale: Float32) -> None:
+    def softmax_step(
+        self, s: cute.Tensor, p: cute.Tensor, run: tuple, r: int, scale: Float32
+    ) -> None:
         """Turn one pair's scores into weights (online softmax)."""
-        highest, total, fades = run
+        highest, total, rescales = run
         places = [n for n in range(cute.size(s)) if n // 2 % 2 == r]
         best = highest[r]
         for n in places:
@@ -529,7 +531,7 @@ class LatentDecode:
         best = of_four(arch.fmax, best)
         is_near = (best - highest[r]) * scale <= NEAR
         best = cutlass.select_(is_near, highest[r], best)
-        fades[r] = arch.exp2((highest[r] - best) * scale)
+        rescales[r] = arch.exp2((highest[r] - best) * scale)
         base = best * scale
         weights = [arch.exp2(s[n] * scale - base) for n in places]
         for n, weight in zip(places, weights, strict=True):
@@ -537,17 +539,17 @@ class LatentDecode:
         highest[r] = best
         while len(weights) > 1:
             weights = [a + b for a, b in zip(weights[::2], weights[1::2], strict=True)]
-        total[r] = total[r] * fades[r] + weights[0]
+        total[r] = total[r] * rescales[r] + weights[0]
 
     @cute.jit
-    def leave_sums(self, shared: Shared, stage: Int32, run: tuple, flags: Int32) -> None:
+    def store_sums(self, shared: Shared, stage: Int32, run: tuple, flags: Int32) -> None:
         """Store the factor of earlier sums; at a row's end, also the maximum score and divisor."""
-        fades, highest, total = run
+        rescales, highest, total = run
         for r in cutlass.range_constexpr(2):
             pair, sum_ = self.pair_of(r), total[r]
             sum_ = of_four(operator.add, sum_)
             if arch.lane_idx() % 4 == 0:
-                shared.sums[0, pair, stage] = fades[r]
+                shared.sums[0, pair, stage] = rescales[r]
                 if flags & ENDS != 0:
                     shared.sums[1, pair, stage] = highest[r]
                     shared.sums[2, pair, stage] = sum_
@@ -567,8 +569,10 @@ class LatentDecode:
             cute.local_tile(line, (8,), (n % eights,)).store(zeros)
 
     @cute.jit
-    def sum_up(self, given: Given, shared: Shared, mma: cute.TiledMma, scale: Float32) -> None:
-        nth = self.nth_of()
+    def accumulate(
+        self, operands: Operands, shared: Shared, mma: cute.TiledMma, scale: Float32
+    ) -> None:
+        nth = self.new_token_of_warp()
         slice_ = mma.get_slice(128 * (arch.make_warp_uniform(arch.warp_idx()) // 4))
         layout = cute.select(shared.latents.layout, [1, 0, 2])
         values = cute.make_tensor(shared.latents.iterator, layout)
@@ -585,10 +589,10 @@ class LatentDecode:
             arch.mbarrier_wait(shared.weighed + stage, phase)
             for part in cutlass.range_constexpr(1, PARTS):
                 arch.mbarrier_wait(shared.full + stage * PARTS + part, phase)
-            fades = [shared.sums[0, self.pair_of(r), stage] for r in range(2)]
-            if arch.vote_any_sync((fades[0] != 1) | (fades[1] != 1)):
+            rescales = [shared.sums[0, self.pair_of(r), stage] for r in range(2)]
+            if arch.vote_any_sync((rescales[0] != 1) | (rescales[1] != 1)):
                 for n in cutlass.range_constexpr(cute.size(o)):
-                    o[n] = o[n] * fades[n // 2 % 2]
+                    o[n] = o[n] * rescales[n // 2 % 2]
             warpgroup.fence()
             first.set(warpgroup.Field.ACCUMULATE, flags & BEGINS == 0)
             for step in cutlass.range_constexpr(BLOCK // 16):
@@ -604,13 +608,15 @@ class LatentDecode:
             self.release(shared.empty + stage)
             if is_left:
                 for r in cutlass.range_constexpr(2):
-                    self.leave(o, sums[None, r], r, (query, flags, scale), given)
+                    self.store_pair(o, sums[None, r], r, (query, flags, scale), operands)
             stage, phase = next_stage(stage, phase, STAGES)
             arch.mbarrier_wait(shared.full + stage * PARTS, phase)
             query, count, _, _, flags = self.note(shared, stage)
 
     @cute.jit
-    def leave(self, o: cute.Tensor, sums: cute.Tensor, r: int, row: tuple, given: Given) -> None:
+    def store_pair(
+        self, o: cute.Tensor, sums: cute.Tensor, r: int, row: tuple, operands: Operands
+    ) -> None:
         """Store one of this thread's two pairs: a row's result, or this lane's part of it."""
         query, flags, scale = row
         highest, total = sums[0], sums[1]
@@ -627,10 +633,10 @@ class LatentDecode:
                     eight[n] = value.to(BFloat16)
                 four = cute.recast_tensor(eight, Int32)
                 exchange(four)
-                four_words(given.o, at, column_of(group, part) + lane % 4 * 8).store(four.load())
+                four_words(operands.o, at, column_of(group, part) + lane % 4 * 8).store(four.load())
         else:
             began = (flags & BEGAN) // BEGAN
-            line = given.partial_o[arch.block_idx()[1], began, pair, None]
+            line = operands.partial_o[arch.block_idx()[1], began, pair, None]
             for n in cutlass.range_constexpr(RANK // SUMMERS // 8):
                 two = cute.make_rmem_tensor(2, Float32)
                 for m in cutlass.range_constexpr(2):
@@ -639,7 +645,7 @@ class LatentDecode:
                 cute.local_tile(line, (2,), (first,)).store(two.load())
             if (group == 0) & (lane % 4 == 0):
                 lse = highest * scale + cute.math.log2(total)
-                given.partial_lse[arch.block_idx()[1], began, pair] = lse
+                operands.partial_lse[arch.block_idx()[1], began, pair] = lse
 
 
 def column_of(group: Int32, part: int) -> Int32:

@@ -87,10 +87,10 @@ def latent_store(
 def in_pairs(x_THA: Tensor, cos_sin_TA: Tensor) -> Tensor:
     """Rotate the last elements of heads in adjacent pairs, 2 i and 2 i + 1, each by angle i."""
     cos_TA, sin_TA = cos_sin_TA[:, None].chunk(2, -1)
-    kept_THA, rotated_THA = x_THA.tensor_split([-cos_sin_TA.shape[1]], 2)
+    plain_THA, rotated_THA = x_THA.tensor_split([-cos_sin_TA.shape[1]], 2)
     a, b = rotated_THA.float().unflatten(2, (-1, 2)).unbind(3)
     pairs = torch.stack([a * cos_TA - b * sin_TA, b * cos_TA + a * sin_TA], 3)
-    return torch.cat([kept_THA, pairs.flatten(2).to(x_THA.dtype)], 2)
+    return torch.cat([plain_THA, pairs.flatten(2).to(x_THA.dtype)], 2)
 
 
 def latent_decode(

@@ -17,7 +17,7 @@ from torch import Tensor
 from nanovllm_kernels.attention import latent_reference as reference
 from nanovllm_kernels.attention.latent_reference import LEAST_SCALE, parts_of
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, bits, normal
-from nanovllm_kernels.device import follows
+from nanovllm_kernels.device import launches_early
 from nanovllm_kernels.fp8_reference import LARGEST
 from nanovllm_kernels.norms.rope_store import quantised
 from nanovllm_kernels.triton_parts import wait
@@ -50,7 +50,7 @@ def latent_store(
     num_tokens, num_heads, head_size = q_THA.shape
     assert kv_TX.stride(1) == 1 and q_THA.is_contiguous() and cos_sin_LA.is_contiguous()
     assert pages_PSX.is_contiguous()
-    parts, waits = parts_of(pages_PSX, rank, 2 * half), follows(num_tokens, q_THA.device)
+    parts, waits = parts_of(pages_PSX, rank, 2 * half), launches_early(num_tokens, q_THA.device)
     is_many = num_tokens >= MANY
     heads, warps = 64 if is_many else 8, 4 if is_many or ordered else 2
     latent_store_kernel[(num_tokens * (1 + triton.cdiv(num_heads, heads)),)](
@@ -71,8 +71,8 @@ ORDERED = partial(latent_store, ordered=True)
 def rotated(x, cos, sin):
     """Rotate elements 2 i and 2 i + 1 of each row of x by angle i."""
     first, second = tl.split(tl.reshape(x.to(tl.float32), [x.shape[0], x.shape[1] // 2, 2]))
-    turned = tl.join(first * cos - second * sin, second * cos + first * sin)
-    return tl.reshape(turned, x.shape).to(x.dtype)
+    rotated_pairs = tl.join(first * cos - second * sin, second * cos + first * sin)
+    return tl.reshape(rotated_pairs, x.shape).to(x.dtype)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_T", "slot_mapping_T"])

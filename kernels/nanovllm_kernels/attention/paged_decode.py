@@ -47,8 +47,8 @@ from torch import Tensor
 from nanovllm_kernels.attention import reference
 from nanovllm_kernels.attention.decode_cases import all_rows, by_position, case_of
 from nanovllm_kernels.case import Kernel
-from nanovllm_kernels.device import follows, processors
-from nanovllm_kernels.triton_parts import dot, let_next_come, wait
+from nanovllm_kernels.device import launches_early, processors
+from nanovllm_kernels.triton_parts import dot, launch_dependents, wait
 
 BLOCK_BYTES = 16384  # of keys in a block: 64 tokens of width 128 in 16 bits
 STAGES = 3  # 4 are 2 to 7 % slower, measured
@@ -152,7 +152,7 @@ def paged_decode(
     o_THA, partial_o, partial_lse = results_of(q_THA, num_lanes, out_THA, width)
     group = num_heads // num_kv_heads
     tile = max(16, triton.next_power_of_2(group * width))
-    waits = follows(num_tokens, q_THA.device)
+    waits = launches_early(num_tokens, q_THA.device)
     both = dict(W=width, RAGGED=starts_R1 is not None, WAITS=waits, launch_pdl=waits)
     both |= dict(A=head_size, A_BLOCK=triton.next_power_of_2(head_size))
     rows = page_table_RM, starts_R1, lengths_R, plan_N5, scales_2G
@@ -242,7 +242,7 @@ def decode_kernel(
     BLOCK: tl.constexpr, STAGES: tl.constexpr, LEADS: tl.constexpr, WAITS: tl.constexpr,
     ORDERED: tl.constexpr,
 ):  # fmt: skip
-    let_next_come(LEADS)
+    launch_dependents(LEADS)
     wait(WAITS and not LEADS)
     # Programs of one lane read neighbouring heads of the same tokens at about the same time.
     kv_head, lane = tl.program_id(0), tl.program_id(1)
@@ -281,7 +281,7 @@ def decode_kernel(
         cell = page.to(tl.int64) * page_stride + token % S * token_stride
         at_token = cell[:, None] + a[None, :]
         inside = (token < length)[:, None] & (a < A)[None, :]
-        query = beside_cache(q, scales_2G)
+        query = in_cache_dtype(q, scales_2G)
         k = tl.load(k_PSGA + at_token, inside, 0.0).to(query.dtype)
         v = tl.load(v_PSGA + at_token, inside, 0.0).to(query.dtype)
         s = dot(query, tl.trans(k), tl.zeros([TILE, BLOCK], tl.float32)) * scale
@@ -294,9 +294,9 @@ def decode_kernel(
         if RAGGED:  # a query that has seen no token has weights of 0
             base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
         p = tl.exp2(s - (base - LIFT)[:, None])
-        fade = tl.exp2(highest - base)
-        total = more_weights(total, fade, p, v, ORDERED)
-        o = dot(p.to(v.dtype), v, o * fade[:, None])
+        rescale = tl.exp2(highest - base)
+        total = more_weights(total, rescale, p, v, ORDERED)
+        o = dot(p.to(v.dtype), v, o * rescale[:, None])
         highest = new_highest
         is_end = (block + 1) * BLOCK >= length
         if is_end | (i + 1 == count):
@@ -328,33 +328,35 @@ def decode_kernel(
 
 @triton.jit
 def no_weights(TILE: tl.constexpr, ORDERED: tl.constexpr):
-    """Return the sums of no weights. ORDERED: in each of 16 equal columns."""
+    """Return zero sums of weights: float32 [TILE], or if ORDERED [TILE, 16] with equal columns."""
     return tl.zeros([TILE, 16], tl.float32) if ORDERED else tl.zeros([TILE], tl.float32)
 
 
 @triton.jit
-def more_weights(total, fade, p, v, ORDERED: tl.constexpr):
-    """Return total * fade plus a block's weights p, ORDERED as tensor cores add them.
+def more_weights(total, rescale, p, v, ORDERED: tl.constexpr):
+    """Return total * rescale plus the sums of a block's weights p [TILE, BLOCK].
 
-    The order of tl.sum depends on the layout of the tile. That of a product with ones does not.
+    If ORDERED, the sums are a product with ones. The order of its additions does not depend on the
+    layout of the tile, as that of tl.sum does.
     """
     if ORDERED:
         ones = tl.full([p.shape[1], 16], 1.0, v.dtype)
-        total = dot(p.to(v.dtype), ones, total * fade[:, None])
+        total = dot(p.to(v.dtype), ones, total * rescale[:, None])
     else:
-        total = total * fade + tl.sum(p, 1)
+        total = total * rescale + tl.sum(p, 1)
     return total
 
 
 @triton.jit
 def sum_of_weights(total, ORDERED: tl.constexpr):
+    """Return the sums as [TILE]. If ORDERED, all 16 columns of total are equal."""
     if ORDERED:
         total = tl.max(total, 1)
     return total
 
 
 @triton.jit
-def beside_cache(q, scales_2G):
+def in_cache_dtype(q, scales_2G):
     """Convert queries to the type that fp8 keys and values are widened to; otherwise return them.
 
     This is float32 for float32 queries, else float16, to which a GPU converts e4m3 exactly in one
@@ -389,7 +391,7 @@ def queries_of(starts_R1, row, RAGGED: tl.constexpr):
 def page_of(pages, table_width, block, S: tl.constexpr, BLOCK: tl.constexpr):
     """Return the page of a block's tokens: one if pages hold whole blocks, else one per token.
 
-    After the row's end it is any page.
+    After the row's end it is any valid page.
     """
     token = block * BLOCK if S % BLOCK == 0 else block * BLOCK + tl.arange(0, BLOCK)
     return tl.load(pages + tl.minimum(token // S, table_width - 1))
@@ -405,7 +407,7 @@ def merge_kernel(
     num_pairs = tl.num_programs(0)
     row = tl.load(plan_N5 + lane * 5 + 3)
     num_lanes = tl.load(plan_N5 + lane * 5 + 4)
-    let_next_come(WAITS)  # before any return: the next kernel waits for this one only
+    launch_dependents(WAITS)  # before any return: the next kernel waits for this one only
     wait(WAITS)
     if num_lanes == 0:
         return
@@ -437,9 +439,9 @@ def merged_parts(
         each = tl.load(partial_o + part[:, None] * A + a[None, :], inside, 0.0)
         new_highest = tl.maximum(highest, tl.max(lse, 0))
         weights = tl.exp2(lse - new_highest)
-        fade = tl.exp2(highest - new_highest)
-        total = total * fade + tl.sum(weights, 0)
-        o = o * fade + tl.sum(each * weights[:, None], 0)
+        rescale = tl.exp2(highest - new_highest)
+        total = total * rescale + tl.sum(weights, 0)
+        o = o * rescale + tl.sum(each * weights[:, None], 0)
         highest = new_highest
     return o / total
 

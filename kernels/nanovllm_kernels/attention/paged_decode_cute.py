@@ -63,7 +63,7 @@ class Plan(NamedTuple):
     arrived_NG: Tensor  # per begun row, lanes that are done; 0 before and after
 
 
-class Given(NamedTuple):
+class Operands(NamedTuple):
     """Operands in global memory besides the caches; from `lanes` on, see plan_lanes and Plan."""
 
     q: cute.Tensor
@@ -115,12 +115,12 @@ def paged_decode(
     o_THA, partial_o, partial_lse = results_of(q_THA, len(plan.lanes_N5), out_THA, width)
     starts = lengths_R if starts_R1 is None else starts_R1
     scales = partial_lse if scales_2G is None else scales_2G
-    given = Given(q_THA, *rows, starts, o_THA, *plan, partial_o, partial_lse, scales)
+    operands = Operands(q_THA, *rows, starts, o_THA, *plan, partial_o, partial_lse, scales)
     kind = group, head_size, page_tokens, 0 if starts_R1 is None else width, scales_2G is not None
     caches = (k_PSGA, v_PSGA)
     if scales_2G is not None:  # in units of 16 bits
         caches = k_PSGA.view(torch.float16), v_PSGA.view(torch.float16)
-    compile_decode(*kind)(*caches, given)
+    compile_decode(*kind)(*caches, operands)
     return o_THA
 
 
@@ -142,7 +142,7 @@ def compile_decode(
     q, o = (like(BFloat16, any_(), any_(), width, divisibility=8) for _ in range(2))
     cache = like(decode.kind, any_(), page_tokens, any_(), decode.stored, divisibility=8)
     partial_lse = like(Float32, any_(), 2, any_())
-    given = Given(
+    operands = Operands(
         q=q,
         table=like(Int32, any_(), any_()),
         lengths=like(Int32, any_()),
@@ -154,7 +154,7 @@ def compile_decode(
         partial_lse=partial_lse,
         scales=like(Float32, 2, any_()) if is_fp8 else like(Float32, any_(), 2, any_()),
     )
-    return compiled(decode, cache, cache, given)
+    return compiled(decode, cache, cache, operands)
 
 
 class Shared(NamedTuple):
@@ -203,7 +203,7 @@ class PagedDecode:
         self.stages = min(16, (SHARED_BYTES - fixed) // stage)
 
     @cute.jit
-    def __call__(self, k: cute.Tensor, v: cute.Tensor, given: Given, stream: Any) -> None:  # noqa: ANN401
+    def __call__(self, k: cute.Tensor, v: cute.Tensor, operands: Operands, stream: Any) -> None:  # noqa: ANN401
         kinds = warpgroup.SmemLayoutAtomKind
         swizzle = kinds.K_SW128 if self.line == HALF else kinds.K_SW64
         line = warpgroup.make_smem_layout_atom(swizzle, self.kind)
@@ -216,8 +216,8 @@ class PagedDecode:
                 op = cpasync.CopyBulkTensorTileG2SOp()
                 info = cpasync.make_tiled_tma_atom(op, flat, box, (tokens, self.line))
                 boxes.append((info[0], info[1]))
-        self.kernel(*boxes, given, ring).launch(
-            grid=[cute.size(given.arrived, mode=[1]), cute.size(given.arrived, mode=[0]), 1],
+        self.kernel(*boxes, operands, ring).launch(
+            grid=[cute.size(operands.arrived, mode=[1]), cute.size(operands.arrived, mode=[0]), 1],
             block=[THREADS + 32, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -231,7 +231,7 @@ class PagedDecode:
         v_whole: tuple,
         k_piece: tuple,
         v_piece: tuple,
-        given: Given,
+        operands: Operands,
         ring: cute.ComposedLayout,
     ) -> None:
         shared = self.allocate(ring)
@@ -246,9 +246,9 @@ class PagedDecode:
         arch.sync_threads()
         if nth_warp == WARPS:
             whole = self.copies(self.unit, (k_whole, v_whole), shared)
-            self.load(whole, self.copies(PIECE, (k_piece, v_piece), shared), given, shared)
+            self.load(whole, self.copies(PIECE, (k_piece, v_piece), shared), operands, shared)
         else:
-            self.compute(given, shared)
+            self.compute(operands, shared)
 
     def allocate(self, ring: cute.ComposedLayout) -> Shared:
         smem = cutlass.utils.SmemAllocator()
@@ -279,18 +279,18 @@ class PagedDecode:
 
         Source: [box of the page, half, head, page]; target: [box of the block, half, stage].
         """
-        found = []
+        copies = []
         for (atom, pages), ring in zip(boxes, (shared.k, shared.v), strict=True):
             cpasync.prefetch_descriptor(atom)
             tiles = [
                 cute.group_modes(cute.flat_divide(x, (box, self.line)), 0, 2) for x in (ring, pages)
             ]
             to, source = cpasync.tma_partition(atom, 0, cute.make_layout(1), *tiles)
-            found.append((box, atom, source, to))
-        return found
+            copies.append((box, atom, source, to))
+        return copies
 
     @cute.jit
-    def load(self, whole: list, pieces: list, given: Given, shared: Shared) -> None:
+    def load(self, whole: list, pieces: list, operands: Operands, shared: Shared) -> None:
         """Fill the ring with this lane's blocks and a note for each.
 
         Fields: 0 first query of the row, or -1 after the last block; 1 end of the lane's tokens in
@@ -298,16 +298,16 @@ class PagedDecode:
         piece; 3 first lane of the row, plus 2**16 times its last lane. If ragged, 4 number of the
         row's queries; 5 first token of the block that is one of the row's new tokens.
         """
-        lane, last_row = arch.block_idx()[1], cute.size(given.lengths) - 1
-        share = given.lanes[0, 2]  # length of a lane's share, in pieces
-        start, piece, left = lane * share, given.lanes[lane, 1], given.lanes[lane, 2]
-        row = min(given.lanes[lane, 0], last_row)
-        length, base = given.lengths[row], piece // WARPS
-        first_queries = self.queries_of(given, row)
-        window = self.pages_of(given.table, row, base)
+        lane, last_row = arch.block_idx()[1], cute.size(operands.lengths) - 1
+        share = operands.lanes[0, 2]  # length of a lane's share, in pieces
+        start, piece, left = lane * share, operands.lanes[lane, 1], operands.lanes[lane, 2]
+        row = min(operands.lanes[lane, 0], last_row)
+        length, base = operands.lengths[row], piece // WARPS
+        first_queries = self.queries_of(operands, row)
+        window = self.pages_of(operands.table, row, base)
         ahead = min(row + 1, last_row)
-        ahead_length = given.lengths[ahead]
-        ahead_window = self.pages_of(given.table, ahead, Int32(0))
+        ahead_length = operands.lengths[ahead]
+        ahead_window = self.pages_of(operands.table, ahead, Int32(0))
         # The first row's old tokens may be loaded while the preceding kernel still runs.
         early = min((length - first_queries[1]) // BLOCK, (piece + left + WARPS - 1) // WARPS)
         early = min(early - base, self.stages)
@@ -318,7 +318,7 @@ class PagedDecode:
             full = shared.full + stage
             if i == early:
                 arch.griddepcontrol_wait()
-                self.copy_first_q(given.q, shared, *first_queries)
+                self.copy_first_q(operands.q, shared, *first_queries)
             if i >= self.stages:
                 arch.mbarrier_wait(shared.empty + stage, phase)
             if left == 0:
@@ -328,7 +328,7 @@ class PagedDecode:
                     arch.mbarrier_arrive(full)
             else:
                 row_start, row_pieces = start - piece, pieces_of(length)
-                query, count = self.queries_of(given, row)
+                query, count = self.queries_of(operands, row)
                 block, skipped = piece // WARPS, piece % WARPS
                 stop = min(WARPS, row_pieces - block * WARPS, skipped + left)
                 taken = stop - skipped
@@ -347,7 +347,7 @@ class PagedDecode:
                     num_bytes = taken * (4 * PIECE * self.stored) + brings_q * count * self.q_bytes
                     arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
                 if brings_q != 0:
-                    self.copy_q(given.q, shared, stage, query, count)
+                    self.copy_q(operands.q, shared, stage, query, count)
                 span = (block, skipped * PIECE, stop * PIECE)
                 pages = (window, (block - base) * self.pages_per_block)
                 if taken == WARPS:
@@ -361,22 +361,22 @@ class PagedDecode:
                     row, piece, base = ahead, Int32(0), Int32(0)
                     length, window = ahead_length, ahead_window
                     ahead = min(row + 1, last_row)
-                    ahead_length = given.lengths[ahead]
-                    ahead_window = self.pages_of(given.table, ahead, Int32(0))
+                    ahead_length = operands.lengths[ahead]
+                    ahead_window = self.pages_of(operands.table, ahead, Int32(0))
                 elif piece // WARPS == base + self.window:
                     base = piece // WARPS
-                    window = self.pages_of(given.table, row, base)
+                    window = self.pages_of(operands.table, row, base)
             i += 1
             stage, phase = next_stage(stage, phase, self.stages)
         arch.griddepcontrol_launch_dependents()
 
-    def queries_of(self, given: Given, row: Int32) -> tuple:
+    def queries_of(self, operands: Operands, row: Int32) -> tuple:
         """Return the first query of a row, and the number of its queries."""
         if not self.ragged:
             return row, 1
-        return given.starts[row], given.starts[row + 1] - given.starts[row]
+        return operands.starts[row], operands.starts[row + 1] - operands.starts[row]
 
-    def noted_count(self, shared: Shared, stage: Int32) -> Any:  # noqa: ANN401
+    def query_count(self, shared: Shared, stage: Int32) -> Any:  # noqa: ANN401
         return shared.notes[4, stage] if self.ragged else 1
 
     def pages_of(self, table: cute.Tensor, row: Int32, block: Int32) -> Int32:
@@ -449,17 +449,17 @@ class PagedDecode:
                     cute.copy(atom, source, to, mbar_ptr=shared.full + stage)
 
     @cute.jit
-    def compute(self, given: Given, shared: Shared) -> None:
+    def compute(self, operands: Operands, shared: Shared) -> None:
         thread = arch.lane_idx()
         nth_warp = arch.make_warp_uniform(arch.warp_idx())
         op = warp.MmaF16BF16Op(self.kind, Float32, (16, 8, 16))
         mma = cute.make_tiled_mma(op, (1, 1, 1), permutation_mnk=(16, 16, 16))
         part = mma.get_slice(thread)
         plain = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.kind)
-        turned = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.kind)
+        transpose_atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.kind)
         q_copy = cute.make_tiled_copy_A(plain, mma).get_slice(thread)
         k_copy = cute.make_tiled_copy_B(plain, mma).get_slice(thread)
-        v_copy = cute.make_tiled_copy_B(turned, mma).get_slice(thread)
+        v_copy = cute.make_tiled_copy_B(transpose_atom, mma).get_slice(thread)
         # This warp's tokens: keys [token, element, stage], values [element, token, stage].
         k = cute.flat_divide(shared.k, (PIECE, self.stored))[None, None, nth_warp, 0, None]
         v = cute.make_tensor(shared.v.iterator, cute.select(shared.v.layout, [1, 0, 2]))
@@ -468,9 +468,9 @@ class PagedDecode:
         v_from = v_copy.partition_S(v)
         q_in = part.make_fragment_A(part.partition_A(shared.q[None, None, 0]))
         k_raw, v_raw = (part.make_fragment_B(part.partition_B(x[None, None, 0])) for x in (k, v))
-        k_in = self.room(part, k_raw, (PIECE, self.width))
-        v_in = self.room(part, v_raw, (self.width, PIECE))
-        k_scale = self.scale_of(given, 0)
+        k_in = self.widened_registers(part, k_raw, (PIECE, self.width))
+        v_in = self.widened_registers(part, v_raw, (self.width, PIECE))
+        k_scale = self.scale_of(operands, 0)
         v_at = part.partition_B(cute.make_identity_tensor((self.stored, PIECE)))
         scores = part.partition_shape_C((16, PIECE))
         s, t = cute.make_rmem_tensor(scores, Float32), cute.make_rmem_tensor(scores, Float32)
@@ -486,11 +486,11 @@ class PagedDecode:
         while query >= 0:
             tokens = shared.notes[1, stage] - nth_warp * PIECE
             flags, lanes = shared.notes[2, stage], shared.notes[3, stage]
-            count = self.noted_count(shared, stage)
+            count = self.query_count(shared, stage)
             if flags & 1 != 0:
                 arch.mbarrier_wait(shared.first_q, 0)
                 copied = q_copy, q_from[None, None, None, stage]
-                self.take_q(copied, shared.q[None, None, stage], q_in, k_scale)
+                self.load_q(copied, shared.q[None, None, stage], q_in, k_scale)
                 run.highest.fill(LOWEST)
                 run.total.fill(0.0)
                 run.o.fill(0.0)
@@ -511,44 +511,44 @@ class PagedDecode:
                         token = n // 4 * 8 + thread % 4 * 2 + n % 2
                         s[n] = cutlass.select_(token < tokens, s[n], Float32(-math.inf))
                 if cutlass.const_expr(self.ragged):
-                    self.hide(s, shared.notes[5, stage] - nth_warp * PIECE)
+                    self.mask_new_tokens(s, shared.notes[5, stage] - nth_warp * PIECE)
                 for r in cutlass.range_constexpr(rows):
-                    self.soften(s, p, run, r)
+                    self.softmax_step(s, p, run, r)
                 self.widen(eight_bits.widen_values, v_raw, v_in)
                 cute.gemm(mma, o, p[None, None, 0], v_in[None, None, 0], o)
             arch.sync_warp()
             with arch.elect_one():
                 arch.mbarrier_arrive(shared.empty + stage)
             if flags & 2 != 0:
-                self.leave(run, shared, parity)
+                self.store_partial(run, shared, parity)
                 arch.barrier(barrier_id=1, number_of_threads=THREADS)
                 row = query, count, lanes & 0xFFFF, lanes >> 16
-                self.finish(given, shared, parity, row)
+                self.combine_warps(operands, shared, parity, row)
                 parity ^= 1  # with two buffers, one barrier per row is enough
             stage, phase = next_stage(stage, phase, self.stages)
             arch.mbarrier_wait(shared.full + stage, phase)
             query = shared.notes[0, stage]
 
-    def room(self, part: cute.ThrMma, raw: cute.Tensor, shape: tuple) -> cute.Tensor:
+    def widened_registers(self, part: cute.ThrMma, raw: cute.Tensor, shape: tuple) -> cute.Tensor:
         """Return registers for widened keys or values, or `raw` if nothing is widened."""
         return cute.make_rmem_tensor(part.partition_shape_B(shape), Float16) if self.is_fp8 else raw
 
-    def widen(self, how: Callable[..., None], raw: cute.Tensor, wide: cute.Tensor) -> None:
+    def widen(self, convert: Callable[..., None], raw: cute.Tensor, wide: cute.Tensor) -> None:
         if self.is_fp8:
-            how(raw, wide)
+            convert(raw, wide)
 
-    def take_q(self, copied: tuple, q: cute.Tensor, q_in: cute.Tensor, scale: Float32) -> None:
+    def load_q(self, copied: tuple, q: cute.Tensor, q_in: cute.Tensor, scale: Float32) -> None:
         if self.is_fp8:
             eight_bits.load_q(q, q_in, 1 if self.pairs <= 8 else 2, scale)
         else:
             cute.copy(copied[0], copied[1], copied[0].retile(q_in))
 
-    def scale_of(self, given: Given, nth: int) -> Float32:
+    def scale_of(self, operands: Operands, nth: int) -> Float32:
         """Return the scale of this head's keys (`nth` 0) or values (1)."""
-        return given.scales[nth, arch.block_idx()[0]] if self.is_fp8 else Float32(1)
+        return operands.scales[nth, arch.block_idx()[0]] if self.is_fp8 else Float32(1)
 
     @cute.jit
-    def hide(self, s: cute.Tensor, own: Int32) -> None:
+    def mask_new_tokens(self, s: cute.Tensor, own: Int32) -> None:
         """Mask the scores of this warp's tokens that come after a query.
 
         Tokens from `own` on are new: each query sees one of them more than its predecessor.
@@ -560,7 +560,7 @@ class PagedDecode:
                 is_seen = token <= own + pair // self.group
                 s[n] = cutlass.select_(is_seen, s[n], Float32(-math.inf))
 
-    def soften(self, s: cute.Tensor, p: cute.Tensor, run: Running, r: int) -> None:
+    def softmax_step(self, s: cute.Tensor, p: cute.Tensor, run: Running, r: int) -> None:
         """Turn one row's scores into weights (online softmax), and rescale the earlier sums."""
         o, highest, total = run
         places = [n for n in range(8) if n // 2 % 2 == r]
@@ -568,19 +568,19 @@ class PagedDecode:
         for n in places:
             best = arch.fmax(best, s[n])
         best = of_four(arch.fmax, best)
-        fade = arch.exp2((highest[r] - best) * self.scale)
+        rescale = arch.exp2((highest[r] - best) * self.scale)
         base = best * self.scale - self.lift if self.is_fp8 else best * self.scale
         weights = [arch.exp2(s[n] * self.scale - base) for n in places]
         for n, weight in zip(places, weights, strict=True):
             p[n] = weight.to(self.kind)
         highest[r] = best
-        total[r] = total[r] * fade + ((weights[0] + weights[1]) + (weights[2] + weights[3]))
+        total[r] = total[r] * rescale + ((weights[0] + weights[1]) + (weights[2] + weights[3]))
         for n in range(cute.size(o)):
             if n // 2 % 2 == r:
-                o[n] = o[n] * fade
+                o[n] = o[n] * rescale
 
     @cute.jit
-    def leave(self, run: Running, shared: Shared, parity: Int32) -> None:
+    def store_partial(self, run: Running, shared: Shared, parity: Int32) -> None:
         """Store this warp's part of a row's result to shared memory."""
         thread = arch.lane_idx()
         nth_warp = arch.make_warp_uniform(arch.warp_idx())
@@ -598,7 +598,7 @@ class PagedDecode:
                     shared.sums[1, pair, nth_warp, parity] = weight
 
     @cute.jit
-    def finish(self, given: Given, shared: Shared, parity: Int32, row: tuple) -> None:
+    def combine_warps(self, operands: Operands, shared: Shared, parity: Int32, row: tuple) -> None:
         """Combine the warps' parts of a row. Store its result, or if it was cut, this lane's part.
 
         `row` is (first query, number of queries, first lane, last lane).
@@ -607,7 +607,7 @@ class PagedDecode:
         thread = arch.thread_idx()[0]
         kv_head, lane = arch.block_idx()[0], arch.block_idx()[1]
         quads = self.width // QUAD
-        v_scale = self.scale_of(given, 1)
+        v_scale = self.scale_of(operands, 1)
         for begin in cutlass.range_constexpr(0, self.pairs * quads, THREADS):
             pair, quad = (begin + thread) // quads, (begin + thread) % quads
             if pair < count * self.group:
@@ -626,31 +626,31 @@ class PagedDecode:
                     mean += part.load() * (fades[w] * v_scale / total)
                 if first == last:
                     nth, head = self.query_of(pair)
-                    quad_of(given.o[query + nth, head, None], quad).store(mean.to(BFloat16))
+                    quad_of(operands.o[query + nth, head, None], quad).store(mean.to(BFloat16))
                 else:
                     began, at = Int32(lane == first), kv_head * self.pairs + pair
-                    quad_of(given.partial_o[lane, began, at, None], quad).store(mean)
+                    quad_of(operands.partial_o[lane, began, at, None], quad).store(mean)
                     if quad == 0:
                         lse = best * self.scale + cute.math.log2(total)
-                        given.partial_lse[lane, began, at] = lse
+                        operands.partial_lse[lane, began, at] = lse
         if first != last:
             arch.barrier(barrier_id=1, number_of_threads=THREADS)
             if thread == 0:
-                arrived = cute.domain_offset((first, kv_head), given.arrived).iterator
+                arrived = cute.domain_offset((first, kv_head), operands.arrived).iterator
                 before = arch.atomic_add(arrived, Int32(1), sem="acq_rel", scope="gpu")
                 if before == last - first:
-                    given.arrived[first, kv_head] = Int32(0)
+                    operands.arrived[first, kv_head] = Int32(0)
                 shared.is_last[0] = Int32(before == last - first)
             arch.barrier(barrier_id=1, number_of_threads=THREADS)
             if shared.is_last[0] != 0:
-                self.merge(given, row)
+                self.merge(operands, row)
 
     def divisor(self, total: Float32) -> Float32:
         """Return the sum of weights, or 1 if it is 0, so that the mean of no tokens is 0."""
         return cutlass.select_(total > 0, total, Float32(1)) if self.ragged else total
 
     @cute.jit
-    def merge(self, given: Given, row: tuple) -> None:
+    def merge(self, operands: Operands, row: tuple) -> None:
         """Merge the parts of a row and store its result.
 
         `row` is (first query, number of queries, first lane, last lane).
@@ -668,14 +668,16 @@ class PagedDecode:
                 for lane in cutlass.range(first, last + 1, MERGED, unroll=1):
                     each = [cutlass.min(lane + n, last) for n in range(MERGED)]
                     parts = [(x, Int32(x == first), at) for x in each]
-                    lse = [given.partial_lse[part] for part in parts]
-                    some = [quad_of(given.partial_o[(*part, None)], quad).load() for part in parts]
+                    lse = [operands.partial_lse[part] for part in parts]
+                    some = [
+                        quad_of(operands.partial_o[(*part, None)], quad).load() for part in parts
+                    ]
                     highest = best
                     for n in cutlass.range_constexpr(MERGED):
                         best = arch.fmax(best, lse[n])
-                    fade = arch.exp2(highest - best)
-                    total = total * fade
-                    mean.store(mean.load() * fade)
+                    rescale = arch.exp2(highest - best)
+                    total = total * rescale
+                    mean.store(mean.load() * rescale)
                     for n in cutlass.range_constexpr(MERGED):
                         weight = arch.exp2(lse[n] - best)
                         weight = cutlass.select_(lane + n <= last, weight, Float32(0))
@@ -683,7 +685,7 @@ class PagedDecode:
                         mean.store(mean.load() + some[n] * weight)
                 result = mean.load() * (1.0 / total)
                 nth, head = self.query_of(pair)
-                quad_of(given.o[query + nth, head, None], quad).store(result.to(BFloat16))
+                quad_of(operands.o[query + nth, head, None], quad).store(result.to(BFloat16))
 
 
 def pieces_of(length: Int32) -> Int32:

@@ -18,8 +18,8 @@ from torch import Tensor
 from nanovllm_kernels.attention import reference
 from nanovllm_kernels.attention.paged_decode import (
     FLOAT16_LIFT,
-    beside_cache,
     block_tokens,
+    in_cache_dtype,
     more_weights,
     no_weights,
     page_of,
@@ -87,7 +87,7 @@ def prefill_kernel(
         inside_q = (new < num_new)[:, None] & in_width
         token_q = (start + new).to(tl.int64)[:, None]
         at = q_THA + token_q * q_stride + head * q_head_stride + a[None, :]
-        q = beside_cache(tl.load(at, inside_q, 0.0), scales_2G)
+        q = in_cache_dtype(tl.load(at, inside_q, 0.0), scales_2G)
         k_scale, v_scale = scales_of(scales_2G, head // GROUP, tl.num_programs(1) // GROUP)
         scale *= k_scale
         k_PSGA += head // GROUP * head_stride
@@ -111,10 +111,10 @@ def prefill_kernel(
             s = tl.where(token[None, :] <= position[:, None], s, -float("inf"))
             new_highest = tl.maximum(highest, tl.max(s, 1))
             p = tl.exp2(s - (new_highest - LIFT)[:, None])
-            fade = tl.exp2(highest - new_highest)
+            rescale = tl.exp2(highest - new_highest)
             v = tl.load(v_PSGA + at_token, inside, 0.0).to(q.dtype)
-            total = more_weights(total, fade, p, v, ORDERED)
-            o = dot(p.to(v.dtype), v, o * fade[:, None])
+            total = more_weights(total, rescale, p, v, ORDERED)
+            o = dot(p.to(v.dtype), v, o * rescale[:, None])
             highest = new_highest
         o = o / sum_of_weights(total, ORDERED)[:, None] * v_scale
         at = o_THA + (token_q * tl.num_programs(1) + head) * A + a[None, :]

@@ -31,7 +31,7 @@ class DeltaLayer(NamedTuple):
     V: int = 128
     W: int = 4
     dtype: torch.dtype = torch.bfloat16
-    kept: torch.dtype = torch.float32  # dtype of the recurrent states
+    state_dtype: torch.dtype = torch.float32  # dtype of the recurrent states
 
 
 def inputs(layer: DeltaLayer, lengths: Ints, replays: Ints | None, device: torch.device) -> Args:
@@ -40,14 +40,14 @@ def inputs(layer: DeltaLayer, lengths: Ints, replays: Ints | None, device: torch
     With `replays` there are tickets, and unless it is empty, also kept inputs of the slots. Without
     `replays`, each row saves its state at the last multiple of 16 tokens before its end, if not 0.
     """
-    R, T, (G, H, K, V, W, dtype, kept_dtype) = len(lengths), sum(lengths), layer
+    R, T, (G, H, K, V, W, dtype, state_dtype) = len(lengths), sum(lengths), layer
     C = 2 * G * K + H * V
     shapes = (C, W), (V,), (T, C + H * V), (T, 2 * H), (2 * R, C, W - 1), (2 * R, 9, C + 2 * H)
-    conv_CW, norm_V, qkvz_TX, ba_TX, conv_NCW, kept_NWX = (
+    conv_CW, norm_V, qkvz_TX, ba_TX, conv_NCW, inputs_NWX = (
         normal(device, *shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)
     )
     gates_2H = normal(device, 2, H, dtype=torch.float32, seed=6)
-    recurrent_NHKV = normal(device, 2 * R, H, K, V, dtype=kept_dtype, seed=7)
+    recurrent_NHKV = normal(device, 2 * R, H, K, V, dtype=state_dtype, seed=7)
     slots_R = torch.randperm(2 * R, generator=torch.Generator().manual_seed(8))[:R].to(device)
     starts_R1 = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     rows = (
@@ -62,8 +62,10 @@ def inputs(layer: DeltaLayer, lengths: Ints, replays: Ints | None, device: torch
         targets_R = torch.where(saved_R > starts_R1[:-1], unused_R, -1)
         return *rows, parts_X, torch.stack([targets_R, slots_R], 1).flatten()
     tickets_RG = torch.zeros(R, G, dtype=torch.int32, device=device)
-    kept = (kept_NWX, torch.tensor(replays, dtype=torch.int32, device=device)) if replays else ()
-    return *rows, *kept, tickets_RG
+    step_inputs = (
+        (inputs_NWX, torch.tensor(replays, dtype=torch.int32, device=device)) if replays else ()
+    )
+    return *rows, *step_inputs, tickets_RG
 
 
 def outputs(x_THV: Tensor, args: Args) -> Tensors:
@@ -85,18 +87,18 @@ def mixed_size(expected: Tensors, args: Args) -> Tensors:
 
 def case(layer: DeltaLayer, lengths: Ints, replays: Ints | None) -> Case:
     """Return a case. Its bytes are states, read and written, and projections; small ones have 0."""
-    (G, H, K, V, W, dtype, kept_dtype), is_small = layer, layer.K < 64
+    (G, H, K, V, W, dtype, state_dtype), is_small = layer, layer.K < 64
     C, tokens = 2 * G * K + H * V, sum(lengths) + sum(replays or ())
-    each = kept_dtype.itemsize * H * K * V + dtype.itemsize * C * (W - 1)
+    each = state_dtype.itemsize * H * K * V + dtype.itemsize * C * (W - 1)
     states = (2 + (replays is None)) * len(lengths) * each
     num_bytes = (states + tokens * dtype.itemsize * (C + 2 * H * V)) * (not is_small)
-    said = f"rows={len(lengths)} of {max(lengths)} GH={G, H} KV={K, V} W={W} {bits(dtype)}"
-    said += f" states {bits(kept_dtype)}" * (kept_dtype != torch.float32)
-    return Case(said, partial(inputs, layer, lengths, replays), is_small, num_bytes)
+    name = f"rows={len(lengths)} of {max(lengths)} GH={G, H} KV={K, V} W={W} {bits(dtype)}"
+    name += f" states {bits(state_dtype)}" * (state_dtype != torch.float32)
+    return Case(name, partial(inputs, layer, lengths, replays), is_small, num_bytes)
 
 
 # Qwen3-Next: the whole layer, one of four ranks, and with cache.state_dtype: bfloat16.
-NEXT, RANK, SHORT = DeltaLayer(), DeltaLayer(4, 8), DeltaLayer(kept=torch.bfloat16)
+NEXT, RANK, SHORT = DeltaLayer(), DeltaLayer(4, 8), DeltaLayer(state_dtype=torch.bfloat16)
 HEADS = (2, 2, 16, 16, 4), (1, 2, 32, 24, 4), (1, 3, 24, 32, 2), (1, 4, 16, 16, 3)
 SMALL = tuple(DeltaLayer(*of, dtype) for of in HEADS for dtype in (torch.bfloat16, torch.float32))
 SMALL += tuple(DeltaLayer(*of, torch.bfloat16, torch.bfloat16) for of in HEADS[1:3])

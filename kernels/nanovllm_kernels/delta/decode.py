@@ -29,8 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.delta.reference import L2_EPS, DeltaWeights
-from nanovllm_kernels.device import follows
-from nanovllm_kernels.triton_parts import let_next_come, wait
+from nanovllm_kernels.device import launches_early
+from nanovllm_kernels.triton_parts import launch_dependents, wait
 
 MOST_WARPS = 4  # with more threads than channels, threads would repeat convolutions of others
 COLUMNS = 64  # columns of the state over neighbouring threads; with fewer, they cover more rows
@@ -48,9 +48,9 @@ def mix_decodes(
 def mix_drafted(
     qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, z_THV: Tensor, weights: DeltaWeights,
     conv_NCW: Tensor, recurrent_NHKV: Tensor, slots_R: Tensor, starts_R1: Tensor | None,
-    kept_NWX: Tensor | None, replays_R: Tensor | None, tickets_RG: Tensor,
+    inputs_NWX: Tensor | None, replays_R: Tensor | None, tickets_RG: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Return x_THV of rows with at most kept_NWX.shape[1] tokens each, as reference.py does."""
+    """Return x_THV of rows with at most inputs_NWX.shape[1] tokens each, as reference.py does."""
     num_rows, (num_heads, k_size, v_size) = len(slots_R), recurrent_NHKV.shape[1:]
     num_key_heads = (qkv_TC.shape[1] - num_heads * v_size) // (2 * k_size)
     assert tickets_RG.shape[0] >= num_rows and tickets_RG.shape[1] == num_key_heads
@@ -59,15 +59,15 @@ def mix_drafted(
     assert recurrent_NHKV[0].is_contiguous() and conv_NCW[0].is_contiguous()
     assert qkv_TC.stride(1) == a_TH.stride(1) == b_TH.stride(1) == z_THV.stride(2) == 1
     x_THV = torch.empty(z_THV.shape, dtype=z_THV.dtype, device=z_THV.device)
-    waits = follows(num_rows, qkv_TC.device)
+    waits = launches_early(num_rows, qkv_TC.device)
     blocks = triton.next_power_of_2(k_size), triton.next_power_of_2(v_size)
     warps = min(max(blocks[0] * blocks[1] // 4096, 1), MOST_WARPS)
     delta_decode_kernel[(num_rows * num_heads,)](
         qkv_TC, a_TH, b_TH, z_THV, weights.conv_CW, weights.a_log_H, weights.dt_bias_H,
-        weights.norm_V, conv_NCW, recurrent_NHKV, slots_R, starts_R1, kept_NWX, replays_R,
+        weights.norm_V, conv_NCW, recurrent_NHKV, slots_R, starts_R1, inputs_NWX, replays_R,
         tickets_RG, x_THV, qkv_TC.stride(0), a_TH.stride(0), b_TH.stride(0), *z_THV.stride()[:2],
         conv_NCW.stride(0), recurrent_NHKV.stride(0),
-        *((0, 0) if kept_NWX is None else kept_NWX.stride()[:2]), weights.eps, L2_EPS,
+        *((0, 0) if inputs_NWX is None else inputs_NWX.stride()[:2]), weights.eps, L2_EPS,
         G=num_key_heads, H=num_heads, K=k_size, V=v_size, K_BLOCK=blocks[0], V_BLOCK=blocks[1],
         WIDTH=weights.conv_CW.shape[1], COLUMNS=min(COLUMNS, blocks[1]), WAITS=waits,
         launch_pdl=waits, num_warps=warps,
@@ -78,13 +78,13 @@ def mix_drafted(
 @triton.jit(do_not_specialize_on_alignment=["slots_R", "starts_R1", "replays_R"])
 def delta_decode_kernel(
     qkv_TC, a_TH, b_TH, z_THV, conv_CW, a_log_H, dt_bias_H, norm_V, conv_NCW, recurrent_NHKV,
-    slots_R, starts_R1, kept_NWX, replays_R, tickets_RG, x_THV, qkv_stride, a_stride, b_stride,
-    z_stride, z_head_stride, conv_stride, recurrent_stride, kept_stride, kept_token_stride, eps,
+    slots_R, starts_R1, inputs_NWX, replays_R, tickets_RG, x_THV, qkv_stride, a_stride, b_stride,
+    z_stride, z_head_stride, conv_stride, recurrent_stride, inputs_stride, inputs_token_stride, eps,
     l2_eps, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     WAITS: tl.constexpr,
 ):  # fmt: skip
-    wait(WAITS and kept_NWX is not None)  # the previous launch may have written replays_R
+    wait(WAITS and inputs_NWX is not None)  # the previous launch may have written replays_R
     row, head = tl.program_id(0) // H, tl.program_id(0) % H
     key_head = head // (H // G)
     k, v = tl.arange(0, K_BLOCK), tl.arange(0, V_BLOCK)
@@ -99,13 +99,13 @@ def delta_decode_kernel(
     state = tl.load(state_at, in_state, 0.0, cache_modifier=".cg").to(tl.float32)
     # Token numbers begin with the accepted ones, whose inputs were kept. With kept inputs, the
     # stored state takes in these alone.
-    first, num_right, num_taken, num_tokens, kept_at = row.to(tl.int64), 0, 1, 1, None
-    if kept_NWX is not None:
+    first, num_right, num_taken, num_tokens, inputs_at = row.to(tl.int64), 0, 1, 1, None
+    if inputs_NWX is not None:
         first = tl.load(starts_R1 + row).to(tl.int64)
         num_right = tl.load(replays_R + row)
         num_taken = num_right
         num_tokens = num_right + tl.load(starts_R1 + row + 1) - first.to(tl.int32)
-        kept_at = kept_NWX + slot * kept_stride
+        inputs_at = inputs_NWX + slot * inputs_stride
     C: tl.constexpr = 2 * G * K + H * V
     q_of, k_of, v_of = key_head * K + k, (G + key_head) * K + k, 2 * G * K + head * V + v
     q_weight = four_of(conv_CW + q_of * WIDTH, k < K, WIDTH, 4)
@@ -115,19 +115,19 @@ def delta_decode_kernel(
     q_past = four_of(conv_at + q_of * (WIDTH - 1), k < K, WIDTH, 3)
     k_past = four_of(conv_at + k_of * (WIDTH - 1), k < K, WIDTH, 3)
     v_past = four_of(conv_at + v_of * (WIDTH - 1), v < V, WIDTH, 3)
-    q_kept, k_kept, v_kept = q_past, k_past, v_past
+    q_conv, k_conv, v_conv = q_past, k_past, v_past
     rate = tl.exp(tl.load(a_log_H + head).to(tl.float32))
     dt_bias = tl.load(dt_bias_H + head).to(tl.float32)
     norm_weight = tl.load(norm_V + v, v < V, 0.0).to(tl.float32)
-    let_next_come(WAITS)  # the next product prefetches its weights
-    wait(WAITS and kept_NWX is None)
-    x = inputs_of(0, first, num_right, num_tokens, kept_at, kept_token_stride, qkv_TC, qkv_stride,
-                  a_TH, a_stride, b_TH, b_stride, z_THV, z_stride, head * z_head_stride, head, q_of,
-                  k_of, v_of, k, v, C, H, K, V)  # fmt: skip
+    launch_dependents(WAITS)  # the next product prefetches its weights
+    wait(WAITS and inputs_NWX is None)
+    x = inputs_of(0, first, num_right, num_tokens, inputs_at, inputs_token_stride, qkv_TC,
+                  qkv_stride, a_TH, a_stride, b_TH, b_stride, z_THV, z_stride, head * z_head_stride,
+                  head, q_of, k_of, v_of, k, v, C, H, K, V)  # fmt: skip
     dtype = x_THV.dtype.element_ty
     for nth in range(num_tokens):
         q_now, k_now, v_now, a, b, z = x
-        x = inputs_of(nth + 1, first, num_right, num_tokens, kept_at, kept_token_stride, qkv_TC,
+        x = inputs_of(nth + 1, first, num_right, num_tokens, inputs_at, inputs_token_stride, qkv_TC,
                       qkv_stride, a_TH, a_stride, b_TH, b_stride, z_THV, z_stride,
                       head * z_head_stride, head, q_of, k_of, v_of, k, v, C, H, K, V)  # fmt: skip
         q = convolved(q_past, q_now, q_weight, dtype)
@@ -138,11 +138,11 @@ def delta_decode_kernel(
         v_past = (v_past[1], v_past[2], v_now, v_now)
         q *= tl.rsqrt(tl.sum(q * q, 0) + l2_eps) * (K**-0.5)
         key *= tl.rsqrt(tl.sum(key * key, 0) + l2_eps)
-        seen = tl.sum(key * q, 0)
-        if kept_NWX is None:
-            # All threads of the program wait for the ticket here. Its address depends on `seen`,
+        qk = tl.sum(key * q, 0)
+        if inputs_NWX is None:
+            # All threads of the program wait for the ticket here. Its address depends on `qk`,
             # which is always below 2. So all threads have their stored inputs by then.
-            ticket_at = tickets_RG + row * G + key_head + (seen > 2.0).to(tl.int32)
+            ticket_at = tickets_RG + row * G + key_head + (qk > 2.0).to(tl.int32)
             moved = moved_by(ticket_at, H // G, key_head * 0 + K, "relaxed")
             in_k, in_v = k < moved, v < V
             store_past(conv_at, q_of, k_of, v_of, q_past, k_past, v_past, in_k, in_v, WIDTH)
@@ -150,30 +150,30 @@ def delta_decode_kernel(
         o = value
         if nth >= num_right:
             o = tl.sum(state * q[:, None, None], 0).reshape(V_BLOCK)
-        read = tl.sum(state * key[:, None, None], 0).reshape(V_BLOCK)
-        written = (value - read * decay) * tl.sigmoid(b)
-        added = written.reshape(V_BLOCK // COLUMNS, COLUMNS)[None, :, :]
+        prediction = tl.sum(state * key[:, None, None], 0).reshape(V_BLOCK)
+        update = (value - prediction * decay) * tl.sigmoid(b)
+        added = update.reshape(V_BLOCK // COLUMNS, COLUMNS)[None, :, :]
         state = state * decay + key[:, None, None] * added
         if nth == num_taken - 1:
             tl.store(state_at, state, in_state)
-            q_kept, k_kept, v_kept = q_past, k_past, v_past
+            q_conv, k_conv, v_conv = q_past, k_past, v_past
         if nth >= num_right:
-            o = (o * decay + seen * written).to(dtype).to(tl.float32)
+            o = (o * decay + qk * update).to(dtype).to(tl.float32)
             o = (o * tl.rsqrt(tl.sum(o * o, 0) / V + eps)).to(dtype).to(tl.float32) * norm_weight
             o = o.to(dtype).to(tl.float32) * z * tl.sigmoid(z)
             at = x_THV + (first + nth - num_right) * (H * V) + head * V + v
             tl.store(at, o.to(dtype), v < V)
-    if kept_NWX is not None:  # last, when the store of the state is already issued
+    if inputs_NWX is not None:  # last, when the store of the state is already issued
         moved = moved_by(tickets_RG + row * G + key_head, H // G, key_head * 0 + K, "acq_rel")
         for nth in range(num_right, num_tokens):
-            token, to = first + nth - num_right, kept_at + (nth - num_right) * kept_token_stride
+            token, to = first + nth - num_right, inputs_at + (nth - num_right) * inputs_token_stride
             own = qkv_TC + token * qkv_stride
             tl.store(to + q_of, tl.load(own + q_of, k < moved), k < moved)
             tl.store(to + k_of, tl.load(own + k_of, k < moved), k < moved)
             tl.store(to + v_of, tl.load(own + v_of, v < V), v < V)
             tl.store(to + C + head, tl.load(a_TH + token * a_stride + head))
             tl.store(to + C + H + head, tl.load(b_TH + token * b_stride + head))
-        store_past(conv_at, q_of, k_of, v_of, q_kept, k_kept, v_kept, k < moved, v < V, WIDTH)
+        store_past(conv_at, q_of, k_of, v_of, q_conv, k_conv, v_conv, k < moved, v < V, WIDTH)
 
 
 @triton.jit
@@ -205,7 +205,7 @@ def four_of(at, inside, WIDTH: tl.constexpr, NUM: tl.constexpr):
 
 @triton.jit
 def inputs_of(
-    nth, first, num_right, num_tokens, kept_at, kept_stride, qkv_TC, qkv_stride, a_TH, a_stride,
+    nth, first, num_right, num_tokens, inputs_at, token_stride, qkv_TC, qkv_stride, a_TH, a_stride,
     b_TH, b_stride, z_THV, z_stride, z_from, head, q_of, k_of, v_of, k, v, C: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -221,14 +221,14 @@ def inputs_of(
     a = tl.load(a_TH + token * a_stride + head, is_own, 0.0)
     b = tl.load(b_TH + token * b_stride + head, is_own, 0.0)
     z = tl.load(z_THV + token * z_stride + z_from + v, own_v, 0.0)
-    if kept_at is not None:
-        is_kept, at = nth < num_right, kept_at + nth * kept_stride
-        kept_k, kept_v = k < tl.where(is_kept, K, 0), v < tl.where(is_kept, V, 0)
-        q = tl.where(is_kept, tl.load(at + q_of, kept_k, 0.0), q)
-        key = tl.where(is_kept, tl.load(at + k_of, kept_k, 0.0), key)
-        value = tl.where(is_kept, tl.load(at + v_of, kept_v, 0.0), value)
-        a = tl.where(is_kept, tl.load(at + C + head, is_kept, 0.0), a)
-        b = tl.where(is_kept, tl.load(at + C + H + head, is_kept, 0.0), b)
+    if inputs_at is not None:
+        is_replay, at = nth < num_right, inputs_at + nth * token_stride
+        replay_k, replay_v = k < tl.where(is_replay, K, 0), v < tl.where(is_replay, V, 0)
+        q = tl.where(is_replay, tl.load(at + q_of, replay_k, 0.0), q)
+        key = tl.where(is_replay, tl.load(at + k_of, replay_k, 0.0), key)
+        value = tl.where(is_replay, tl.load(at + v_of, replay_v, 0.0), value)
+        a = tl.where(is_replay, tl.load(at + C + head, is_replay, 0.0), a)
+        b = tl.where(is_replay, tl.load(at + C + H + head, is_replay, 0.0), b)
     return (
         q.to(tl.float32), key.to(tl.float32), value.to(tl.float32), a.to(tl.float32),
         b.to(tl.float32), z.to(tl.float32),

@@ -65,23 +65,23 @@ def mix_decodes(
 def mix_drafted(
     qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, z_THV: Tensor, weights: DeltaWeights,
     conv_NCW: Tensor, recurrent_NHKV: Tensor, slots_R: Tensor, starts_R1: Tensor,
-    kept_NWX: Tensor, replays_R: Tensor, _: Tensor,
+    inputs_NWX: Tensor, replays_R: Tensor, _: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Return x_THV of rows with at most kept_NWX.shape[1] tokens each, as reference.py does.
+    """Return x_THV of rows with at most inputs_NWX.shape[1] tokens each, as reference.py does.
 
     The last argument is for other kernels.
     """
-    assert kept_NWX.is_contiguous()
-    (_, width, size), (_, C), H = kept_NWX.shape, qkv_TC.shape, a_TH.shape[1]
+    assert inputs_NWX.is_contiguous()
+    (_, width, size), (_, C), H = inputs_NWX.shape, qkv_TC.shape, a_TH.shape[1]
     states = RowStates(weights, conv_NCW, recurrent_NHKV, slots_R)
     x_THV, first_R = like(z_THV), slots_R.int() * width
     replayed_X = torch.stack([first_R, first_R + replays_R.int()], 1).flatten()
-    states.advance(kept_NWX.view(-1, size).split([C, H, H], 1), replayed_X, step=2)
+    states.advance(inputs_NWX.view(-1, size).split([C, H, H], 1), replayed_X, step=2)
     tokens = qkv_TC, a_TH, b_TH
     states.advance(tokens, starts_R1, z_THV=z_THV, x_THV=x_THV, stores=False)
     keep_kernel[(len(slots_R) * width, triton.cdiv(C + 2 * H, CHANNELS))](
-        *tokens, slots_R, starts_R1, kept_NWX, *(each.stride(0) for each in tokens),
-        *kept_NWX.stride()[:2], W=width, C=C, H=H, BLOCK=CHANNELS,
+        *tokens, slots_R, starts_R1, inputs_NWX, *(each.stride(0) for each in tokens),
+        *inputs_NWX.stride()[:2], W=width, C=C, H=H, BLOCK=CHANNELS,
     )  # fmt: skip
     return x_THV
 
@@ -204,14 +204,14 @@ def ordered_kernel(
         v_past = (v_past[1], v_past[2], v_now, v_now)
         q *= tl.rsqrt(tl.sum(q * q, 0) + l2_eps) * (K**-0.5)
         key *= tl.rsqrt(tl.sum(key * key, 0) + l2_eps)
-        seen = tl.sum(key * q, 0)
+        qk = tl.sum(key * q, 0)
         decay = tl.exp(-rate * softplus(a + dt_bias))
         o = tl.sum(state * q[:, None, None], 0).reshape(V_BLOCK)
-        read = tl.sum(state * key[:, None, None], 0).reshape(V_BLOCK)
-        written = (value - read * decay) * tl.sigmoid(b)
-        added = written.reshape(V_BLOCK // COLUMNS, COLUMNS)[None, :, :]
+        prediction = tl.sum(state * key[:, None, None], 0).reshape(V_BLOCK)
+        update = (value - prediction * decay) * tl.sigmoid(b)
+        added = update.reshape(V_BLOCK // COLUMNS, COLUMNS)[None, :, :]
         state = (state * decay + key[:, None, None] * added).to(stored).to(tl.float32)
-        o = (o * decay + seen * written).to(dtype).to(tl.float32)
+        o = (o * decay + qk * update).to(dtype).to(tl.float32)
         o = (o * tl.rsqrt(tl.sum(o * o, 0) / V + eps)).to(dtype).to(tl.float32) * norm_weight
         o = o.to(dtype).to(tl.float32) * z * tl.sigmoid(z)
         tl.store(x_THV + token * (H * V) + head * V + v, o.to(dtype), in_output)
@@ -260,8 +260,9 @@ def past_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["slots_R", "starts_R1"])
 def keep_kernel(
-    qkv_TC, a_TH, b_TH, slots_R, starts_R1, kept_NWX, qkv_stride, a_stride, b_stride, kept_stride,
-    kept_token_stride, W: tl.constexpr, C: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
+    qkv_TC, a_TH, b_TH, slots_R, starts_R1, inputs_NWX, qkv_stride, a_stride, b_stride,
+    inputs_stride, inputs_token_stride, W: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Keep the inputs of a row's nth token: qkv, a and b."""
     row, nth = tl.program_id(0) // W, tl.program_id(0) % W
@@ -270,10 +271,10 @@ def keep_kernel(
     x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     size = tl.where(token < end, C + 2 * H, 0)  # 0 if the row has no such token
     is_a, is_b = (x >= C) & (x < C + H), (x >= C + H) & (x < C + 2 * H)
-    found = tl.load(qkv_TC + token * qkv_stride + x, (x < C) & (x < size), 0.0)
+    value = tl.load(qkv_TC + token * qkv_stride + x, (x < C) & (x < size), 0.0)
     a = tl.load(a_TH + token * a_stride + x - C, is_a & (x < size), 0.0)
     b = tl.load(b_TH + token * b_stride + x - (C + H), is_b & (x < size), 0.0)
-    found = tl.where(is_a, a, tl.where(is_b, b, found))
+    value = tl.where(is_a, a, tl.where(is_b, b, value))
     slot = tl.load(slots_R + row).to(tl.int64)
-    to = kept_NWX + slot * kept_stride + nth * kept_token_stride
-    tl.store(to + x, found, x < size)
+    to = inputs_NWX + slot * inputs_stride + nth * inputs_token_stride
+    tl.store(to + x, value, x < size)

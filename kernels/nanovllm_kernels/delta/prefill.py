@@ -212,14 +212,14 @@ def pieces_kernel(
         value = tl.load(at, in_values, 0.0)
         none, log = tl.zeros([PIECE, PIECE], tl.float32), sums * LOG2_E
         log = tl.where(t[:, None] >= t[None, :], log[:, None] - log[None, :], float("-inf"))
-        fade, at = tl.exp2(log), seen_THX + (token * H + head)[:, None] * PIECE + t[None, :]
-        tl.store(at, (dot(q, tl.trans(key), none) * fade).to(dtype), exists[:, None])
-        a = dot(key, tl.trans(key), none) * fade * beta[:, None]
-        solved = inverse(a, PIECE, dtype) * beta[None, :]
-        u = dot(solved.to(dtype), value, tl.zeros([PIECE, V_BLOCK], tl.float32))
+        decay, at = tl.exp2(log), seen_THX + (token * H + head)[:, None] * PIECE + t[None, :]
+        tl.store(at, (dot(q, tl.trans(key), none) * decay).to(dtype), exists[:, None])
+        a = dot(key, tl.trans(key), none) * decay * beta[:, None]
+        t_beta = inverse(a, PIECE, dtype) * beta[None, :]
+        u = dot(t_beta.to(dtype), value, tl.zeros([PIECE, V_BLOCK], tl.float32))
         tl.store(u_THV + (token * H + head)[:, None] * V + v[None, :], u.to(dtype), in_values)
-        solved *= tl.exp(sums)[None, :]
-        w = dot(solved.to(dtype), key, tl.zeros([PIECE, K_BLOCK], tl.float32))
+        t_beta *= tl.exp(sums)[None, :]
+        w = dot(t_beta.to(dtype), key, tl.zeros([PIECE, K_BLOCK], tl.float32))
         tl.store(w_THK + (token * H + head)[:, None] * K + k[None, :], w.to(dtype), in_keys)
 
 

@@ -67,21 +67,21 @@ def mix_rows(
 
 def mix_drafted(
     qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, z_THV: Tensor, weights: DeltaWeights,
-    conv_NCW: Tensor, recurrent_NHKV: Tensor, slots_R: Tensor, starts_R1: Tensor, kept_NWX: Tensor,
-    replays_R: Tensor, *_: Tensor,
+    conv_NCW: Tensor, recurrent_NHKV: Tensor, slots_R: Tensor, starts_R1: Tensor,
+    inputs_NWX: Tensor, replays_R: Tensor, *_: Tensor,
 ) -> Tensor:  # fmt: skip
     """Return x_THV as mix_rows does, for rows of few tokens, of which the last may be rejected
     later.
 
-    kept_NWX has the inputs of each slot's previous tokens: qkv, a and b. The first replays_R of
+    inputs_NWX has the inputs of each slot's previous tokens: qkv, a and b. The first replays_R of
     these were accepted, and update the states before the row's own tokens. The inputs of the row's
-    own tokens replace them in kept_NWX and do not update the states. Further arguments are used by
-    kernels only.
+    own tokens replace them in inputs_NWX and do not update the states. Only kernels use further
+    arguments.
     """
     inputs_TX, num_heads = torch.cat([qkv_TC, a_TH, b_TH], 1), a_TH.shape[1]
     sizes = [qkv_TC.shape[1], num_heads, num_heads]
-    is_right_RW = torch.arange(kept_NWX.shape[1], device=slots_R.device) < replays_R[:, None]
-    right_TX = kept_NWX[slots_R][is_right_RW]
+    is_right_RW = torch.arange(inputs_NWX.shape[1], device=slots_R.device) < replays_R[:, None]
+    right_TX = inputs_NWX[slots_R][is_right_RW]
     ends_R = replays_R.cumsum(0)
     replayed_R1 = F.pad(ends_R, (1, 0))
     _outputs(*right_TX.split(sizes, 1), weights, conv_NCW, recurrent_NHKV, slots_R, replayed_R1)
@@ -90,7 +90,7 @@ def mix_drafted(
     o_THV = _outputs(qkv_TC, a_TH, b_TH, weights, *states, rows_R, starts_R1)
     row_T = rows_R.repeat_interleave(lengths_R)
     of_T = torch.arange(len(row_T), device=row_T.device) + starts_R1[0]
-    kept_NWX[slots_R[row_T], of_T - starts_R1[row_T]] = inputs_TX[of_T].to(kept_NWX.dtype)
+    inputs_NWX[slots_R[row_T], of_T - starts_R1[row_T]] = inputs_TX[of_T].to(inputs_NWX.dtype)
     return gated_norm(o_THV, z_THV, weights.norm_V, weights.eps)
 
 
@@ -155,9 +155,9 @@ def delta_rows(
         rows = (lengths_R > nth).nonzero()[:, 0]
         at = starts_R[rows] + nth
         state = states_RHKV[rows] * g_TH[at].float().exp()[..., None, None]
-        read = (state * k_THK[at][..., None]).sum(-2)
-        written = (v_THV[at].float() - read) * beta_TH[at].float()[..., None]
-        state = state + k_THK[at][..., None] * written[..., None, :]
+        prediction = (state * k_THK[at][..., None]).sum(-2)
+        update = (v_THV[at].float() - prediction) * beta_TH[at].float()[..., None]
+        state = state + k_THK[at][..., None] * update[..., None, :]
         states_RHKV[rows] = state
         o_THV[at] = (state * q_THK[at][..., None]).sum(-2).to(o_THV.dtype)
     recurrent_NHKV[slots_R] = states_RHKV.to(recurrent_NHKV.dtype)

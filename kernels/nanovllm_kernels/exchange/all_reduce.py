@@ -26,9 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm_kernels.device import follows
+from nanovllm_kernels.device import launches_early
 from nanovllm_kernels.norms import reference
-from nanovllm_kernels.triton_parts import let_next_come, wait
+from nanovllm_kernels.triton_parts import launch_dependents, wait
 
 PROGRAMS = 64  # all must run at once, to wait for other ranks: fewer than any GPU's multiprocessors
 MAX_WIDTH = 16384  # elements of a row, which must fit in a program's registers
@@ -49,7 +49,7 @@ class Peers:
     capacity: int  # bytes of the longest message, a multiple of 16
     addresses_I: Tensor  # int64: address of each rank's buffer, mapped in this rank
     calls_X: Tensor  # int32: number of calls so far, repeated PROGRAMS times
-    keeps: object = None  # object that must live as long as the buffers
+    keepalive: object = None  # object that must live as long as the buffers
     hop_bytes: int = HOP_BYTES
 
     @property
@@ -90,7 +90,7 @@ def all_reduce_add(x_TD: Tensor, residual_TD: Tensor, peers: Peers) -> Tensor:
 def all_reduce_add_norm(
     x_TD: Tensor, residual_TD: Tensor, norm_weight_D: Tensor, eps: float, peers: Peers
 ) -> tuple[Tensor, Tensor]:
-    """Add the sum of x_TD over ranks to the stream residual_TD, and replace x_TD by its RMSNorm.
+    """Add the sum of x_TD over ranks to the residual stream, and replace x_TD by its RMSNorm.
 
     Returns x_TD and residual_TD.
     """
@@ -105,7 +105,7 @@ def all_gather(x_SW: Tensor, peers: Peers) -> Tensor:
     """
     assert x_SW.is_contiguous() and 2 * x_SW.nbytes <= peers.capacity, x_SW.shape
     y_ISW = torch.empty(peers.size, *x_SW.shape, dtype=x_SW.dtype, device=x_SW.device)
-    halves, waits = x_SW.nbytes // 2, follows(len(x_SW), x_SW.device)
+    halves, waits = x_SW.nbytes // 2, launches_early(len(x_SW), x_SW.device)
     parts = x_SW.view(torch.int16), y_ISW.view(torch.int16)
     all_gather_kernel[(min(triton.cdiv(halves, GATHERED), PROGRAMS),)](
         *parts, *peers.place, halves, SIZE=peers.size, BLOCK=GATHERED, PROGRAMS=PROGRAMS,
@@ -132,7 +132,7 @@ def _launch(
     assert width <= MAX_WIDTH
     chunks = triton.cdiv(x_TD.numel(), width)
     block = triton.next_power_of_2(width)
-    waits = follows(num_rows, x_TD.device)
+    waits = launches_early(num_rows, x_TD.device)
     all_reduce_kernel[(min(chunks, PROGRAMS),)](
         x_TD.view(torch.int16 if x_TD.element_size() == 2 else torch.int32),
         residual_TD,
@@ -266,7 +266,7 @@ def all_reduce_kernel(
         else:
             send(bits, addresses_I, rank, first + rank, capacity, at, inside, SIZE, bits_TD)
     tl.debug_barrier()
-    let_next_come(WAITS)  # the next kernel may start while this one waits for other ranks
+    launch_dependents(WAITS)  # the next kernel may start while this one waits for other ranks
     count_call(calls_X, call, PROGRAMS)
 
     if TWO_HOPS:
@@ -314,7 +314,7 @@ def all_gather_kernel(
         words = tl.load(halves_S + at, inside, 0).to(tl.int32) & 0xFFFF
         send(words, addresses_I, rank, first + rank, capacity, at, inside, SIZE, calls_X)
     tl.debug_barrier()
-    let_next_come(WAITS)  # the next kernel may start while this one waits for other ranks
+    launch_dependents(WAITS)  # the next kernel may start while this one waits for other ranks
     count_call(calls_X, call, PROGRAMS)
     for start in range(pid * BLOCK, num_halves, num * BLOCK):
         at = start + tl.arange(0, BLOCK)

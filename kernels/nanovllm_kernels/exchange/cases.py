@@ -1,8 +1,8 @@
 """Checks and timings of the kernels over ranks, with one process per GPU.
 
-Each is compared with NCCL's operation and the kernel that would follow it. The limit of the link is
-the least that each rank must send and receive, at LINK bytes per second. This is 2 (N - 1) / N of
-the message for a sum and N - 1 messages for a gather.
+Each is compared with NCCL's operation and the kernel that would follow it. The link limits a kernel
+to the bytes that each rank must send and receive, at LINK bytes per second. For N ranks these are
+2 (N - 1) / N of the message for a sum, and N - 1 messages for a gather.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ WIDTHS = (4096, 5120, 8192)
 CALLS = 20  # calls in a CUDA graph
 PATIENCE_S = 120.0
 Connect = Callable[[Any, int, int, torch.device, int], Peers]
-Found = dict[str, Any]
+CaseRecord = dict[str, Any]
 
 
 def inputs(size: int, T: int, D: int, with_norm: int, device: torch.device) -> Args:
-    """Return the messages of all ranks, and the first `with_norm` arguments of the add-norm."""
+    """Return all ranks' messages, and the first `with_norm` of residual, norm weight and eps."""
     parts_ITD = normal(device, size, T, D, dtype=torch.bfloat16)
     residual_TD = normal(device, T, D, dtype=torch.bfloat16, seed=1)
     return (parts_ITD, residual_TD, normal(device, D, dtype=torch.bfloat16, seed=2), 1e-6)[
@@ -44,7 +44,7 @@ def inputs(size: int, T: int, D: int, with_norm: int, device: torch.device) -> A
 
 
 def inputs_of(size: int, T: int, D: int, device: torch.device) -> Args:
-    """Return the tokens of all ranks, each with eight weights and experts, and a rank's stream."""
+    """Return all ranks' tokens, each with eight weights and experts, and a residual stream."""
     experts_ITK = torch.arange(size * T * 8, dtype=torch.int32, device=device).view(size, T, 8) - 1
     weights_ITK = normal(device, size, T, 8, dtype=torch.float32)
     x_ITD, stream_ITD = (normal(device, n, T, D, dtype=torch.bfloat16) for n in (size, 1))
@@ -52,6 +52,7 @@ def inputs_of(size: int, T: int, D: int, device: torch.device) -> Args:
 
 
 def words(size: int, S: int, device: torch.device) -> Args:
+    """Return the messages of all ranks for all_gather: two 32-bit words for each of S rows."""
     return (normal(device, size, S, 2, dtype=torch.float32).view(torch.int32),)
 
 
@@ -59,9 +60,9 @@ def kernels(peers: Peers, nccl: Any) -> Iterator[tuple[Kernel, Callable[..., obj
     """Yield each kernel with a function that does the same by NCCL."""
     rank, size = peers.rank, peers.size
 
-    def by_nccl(then: Callable[..., object], parts_ITD: Tensor, *rest: Any) -> None:  # noqa: ANN401
+    def by_nccl(epilogue: Callable[..., object], parts_ITD: Tensor, *rest: Any) -> None:  # noqa: ANN401
         nccl.allreduce([parts_ITD[rank]]).wait()
-        then(parts_ITD[rank], *rest)
+        epilogue(parts_ITD[rank], *rest)
 
     def gathered_by_nccl(parts_ISW: Tensor) -> None:
         nccl._allgather_base(torch.empty_like(parts_ISW), parts_ISW[rank]).wait()
@@ -80,17 +81,17 @@ def kernels(peers: Peers, nccl: Any) -> Iterator[tuple[Kernel, Callable[..., obj
         ]
         return (*odd, *timed)
 
-    for name, run, expected, more, then in (
+    for name, run, expected, more, epilogue in (
         ("all_reduce", ops.all_reduce, ops.all_reduce_reference, 0, lambda x: x),
         ("all_reduce_add", ops.all_reduce_add, ops.all_reduce_add_reference, 1, Tensor.add_),
         ("all_reduce_add_norm", ops.all_reduce_add_norm, ops.all_reduce_add_norm_reference, 3,
          add_rms_norm),
     ):  # fmt: skip
-        called = partial(lambda run, parts, *rest: run(parts[rank], *rest, peers), run)
+        on_rank = partial(lambda run, parts, *rest: run(parts[rank], *rest, peers), run)
         # Sums have one order, so they are equal. The norm rounds twice, as in rms_norm.
         ulps = 2.0 if more == 3 else 0.0
-        kernel = Kernel(name, called, expected, cases(more), ulps_16=ulps)
-        yield kernel, partial(by_nccl, then)
+        kernel = Kernel(name, on_rank, expected, cases(more), ulps_16=ulps)
+        yield kernel, partial(by_nccl, epilogue)
     gathers = tuple(
         Case(f"S={S}", partial(words, size, S), small=S == 1, num_bytes=8 * S * (size - 1))
         for S in ROWS
@@ -117,16 +118,16 @@ def exchanged(peers: Peers, x_ITD: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
     Here the results are the tokens themselves.
     """
     own = (part[peers.rank] for part in (x_ITD, *more[:2]))
-    found = tokens.gather_tokens(*own, x_ITD.shape[1], peers)
-    return *found, tokens.add_own_sums(found[0].view_as(x_ITD), more[2], peers)
+    gathered = tokens.gather_tokens(*own, x_ITD.shape[1], peers)
+    return *gathered, tokens.add_own_sums(gathered[0].view_as(x_ITD), more[2], peers)
 
 
 def exchanged_reference(rank: int, x_ITD: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-    found = tokens.gather_tokens_reference(x_ITD, *more[:2], x_ITD.shape[1])
-    return *found, tokens.add_own_sums_reference(x_ITD[rank].expand_as(x_ITD), more[2])
+    gathered = tokens.gather_tokens_reference(x_ITD, *more[:2], x_ITD.shape[1])
+    return *gathered, tokens.add_own_sums_reference(x_ITD[rank].expand_as(x_ITD), more[2])
 
 
-def check_ranks(size: int, connect: Connect, quick: bool) -> Iterator[Found]:
+def check_ranks(size: int, connect: Connect, quick: bool) -> Iterator[CaseRecord]:
     """Yield a record for each case as check-kernels prints it, with the worst error of all ranks.
 
     `connect` is called in each rank's process, which must be able to import it.
@@ -136,39 +137,39 @@ def check_ranks(size: int, connect: Connect, quick: bool) -> Iterator[Found]:
         pairs = [context.Pipe(duplex=False) for _ in range(size)]
         ranks = [
             context.Process(
-                target=rank_main, args=(rank, size, Path(folder), connect, quick, writes)
+                target=rank_main, args=(rank, size, Path(folder), connect, quick, writer)
             )
-            for rank, (_, writes) in enumerate(pairs)
+            for rank, (_, writer) in enumerate(pairs)
         ]
-        for rank, (_, writes) in zip(ranks, pairs, strict=True):
+        for rank, (_, writer) in zip(ranks, pairs, strict=True):
             rank.start()
-            writes.close()
+            writer.close()
         try:
-            yield from followed([reads for reads, _ in pairs])
+            yield from followed([reader for reader, _ in pairs])
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.join()
 
 
-def followed(pipes: list[connection.Connection]) -> Iterator[Found]:
+def followed(pipes: list[connection.Connection]) -> Iterator[CaseRecord]:
     """Yield the ranks' records until all ranks are done or one of them fails."""
     while pipes:
         ready = connection.wait(pipes, PATIENCE_S)
         if not ready:
-            yield {"kernel": "ranks", "case": "", "problem": f"not heard of for {PATIENCE_S} s"}
+            yield {"kernel": "ranks", "case": "", "problem": f"no message for {PATIENCE_S} s"}
             return
         for pipe in ready:
             assert isinstance(pipe, connection.Connection)
             try:
-                found = pipe.recv()
+                record = pipe.recv()
             except EOFError:
-                found = {"kernel": "ranks", "case": "", "problem": "a rank ended"}
-            if found is None:
+                record = {"kernel": "ranks", "case": "", "problem": "a rank ended"}
+            if record is None:
                 pipes.remove(pipe)
                 continue
-            yield found
-            if "worst" not in found:  # the other ranks wait for the failed one for ever
+            yield record
+            if "worst" not in record:  # the other ranks wait for the failed one for ever
                 return
 
 
@@ -186,9 +187,9 @@ def rank_main(
         for kernel, rival in kernels(peers, nccl):
             for case in kernel.cases:
                 if case.small or not quick:
-                    found = measured(kernel, case, rival, device, nccl, quick)
+                    record = measured(kernel, case, rival, device, nccl, quick)
                     if rank == 0:
-                        pipe.send(found)
+                        pipe.send(record)
         pipe.send(None)
     except Exception as error:
         problem = f"rank {rank}: {type(error).__name__}: {error}"
@@ -204,18 +205,18 @@ def measured(
     device: torch.device,
     nccl: Any,  # noqa: ANN401
     quick: bool,
-) -> Found:
+) -> CaseRecord:
     """Check and time one case. A collective call: all ranks must make it for the same case."""
     worst = torch.tensor([check(kernel, case, device)], dtype=torch.float64, device=device)
     largest = distributed.AllreduceOptions()  # type: ignore[attr-defined]
     largest.reduceOp = distributed.ReduceOp.MAX
     nccl.allreduce([worst], largest).wait()
-    found: Found = {"kernel": kernel.name, "case": case.name, "worst": worst.item()}
+    record: CaseRecord = {"kernel": kernel.name, "case": case.name, "worst": worst.item()}
     if not quick and case.is_timed:
         us, nccl_us = (
             graph_us([partial(run, *case.inputs(device))] * CALLS) for run in (kernel.run, rival)
         )
         bytes_per_s = 1e6 * case.num_bytes / us
-        found |= {"us": us, "nccl_us": nccl_us, "tb_per_s": bytes_per_s / 1e12}
-        found["share"] = bytes_per_s / LINK
-    return found
+        record |= {"us": us, "nccl_us": nccl_us, "tb_per_s": bytes_per_s / 1e12}
+        record["share"] = bytes_per_s / LINK
+    return record

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from nanovllm_kernels.device import follows
+from nanovllm_kernels.device import launches_early
 from nanovllm_kernels.exchange import all_reduce as sums
 from nanovllm_kernels.exchange.all_reduce import (
     CHUNK,
@@ -28,7 +28,7 @@ from nanovllm_kernels.exchange.all_reduce import (
     sum_of,
     summed,
 )  # fmt: skip
-from nanovllm_kernels.triton_parts import let_next_come, wait
+from nanovllm_kernels.triton_parts import launch_dependents, wait
 
 NO_EXPERT = -2  # expert of padding tokens; also replaces -1
 GATHERED = 512  # words that a program gathers at a time
@@ -44,15 +44,15 @@ def gather_tokens(
     """
     parts = x_TD.contiguous(), weights_TK, experts_TK
     assert num_tokens * token_bytes(x_TD, weights_TK.shape[1]) <= peers.capacity, num_tokens
-    found = tuple(one.new_empty(peers.size * num_tokens, one.shape[1]) for one in parts)
-    words = [one.view(torch.int32) for one in (*parts, *found)]
+    gathered = tuple(one.new_empty(peers.size * num_tokens, one.shape[1]) for one in parts)
+    words = [one.view(torch.int32) for one in (*parts, *gathered)]
     widths = words[0].shape[1], weights_TK.shape[1]
     total = num_tokens * (widths[0] + 2 * widths[1])
     grid = (min(triton.cdiv(total, GATHERED), sums.PROGRAMS),)
     sizes = dict(WIDTH=widths[0], K=widths[1], FILL=NO_EXPERT, BLOCK=GATHERED)
     more = options(num_tokens, peers)
     gather_kernel[grid](*words, *peers.place, total, len(x_TD), **sizes, **more)
-    return found
+    return gathered
 
 
 def token_bytes(x_TD: Tensor, num_chosen: int) -> int:
@@ -60,9 +60,9 @@ def token_bytes(x_TD: Tensor, num_chosen: int) -> int:
 
 
 def add_own_sums(parts_ITD: Tensor, stream_TD: Tensor, peers: Peers) -> Tensor:
-    """Add the sum over ranks of their parts_ITD[rank] to this rank's stream, and return the stream.
+    """Add the sum over ranks of their parts_ITD[rank] to this rank's stream_TD, and return that.
 
-    Only the first len(stream_TD) rows of the sum are used.
+    stream_TD is the residual stream. Only the first len(stream_TD) rows of the sum are used.
     """
     assert parts_ITD.is_contiguous() and stream_TD.is_contiguous() and peers.fits(parts_ITD[0])
     total, bits = parts_ITD[0].numel(), (torch.int16, torch.int32)[parts_ITD.element_size() // 4]
@@ -80,7 +80,7 @@ def add_own_sums(parts_ITD: Tensor, stream_TD: Tensor, peers: Peers) -> Tensor:
 
 
 def options(num_rows: int, peers: Peers) -> dict[str, Any]:
-    waits = follows(num_rows, peers.calls_X.device)
+    waits = launches_early(num_rows, peers.calls_X.device)
     return dict(SIZE=peers.size, PROGRAMS=sums.PROGRAMS, WAITS=waits, launch_pdl=waits)
 
 
@@ -105,7 +105,7 @@ def gather_kernel(
         bits = never_empty(tl.where(is_own | (k < K), bits, FILL))
         send(bits, addresses_I, rank, first + rank, capacity, at, at < total, SIZE, calls_X)
     tl.debug_barrier()
-    let_next_come(WAITS)  # the next kernel may start while this one waits for other ranks
+    launch_dependents(WAITS)  # the next kernel may start while this one waits for other ranks
     count_call(calls_X, call, PROGRAMS)
     for start in range(pid * BLOCK, total, num * BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -141,7 +141,7 @@ def add_own_sums_kernel(
             there = region(tl.load(addresses_I + to), first + rank, capacity, bits_ITD)
             tl.store(there + at, bits, at < total)
     tl.debug_barrier()
-    let_next_come(WAITS)
+    launch_dependents(WAITS)
     count_call(calls_X, call, PROGRAMS)
     pieces = region(own, first, capacity, bits_ITD)
     for start in range(pid * BLOCK, total, num * BLOCK):
@@ -166,5 +166,5 @@ def gather_tokens_reference(
 
 
 def add_own_sums_reference(parts_ITD: Tensor, stream_TD: Tensor) -> Tensor:
-    """Return the stream of one rank. parts_ITD has each rank's part of its sum."""
+    """Return one rank's residual stream. parts_ITD has each rank's part of its sum."""
     return (summed(parts_ITD[:, : len(stream_TD)]) + stream_TD.float()).to(stream_TD.dtype)

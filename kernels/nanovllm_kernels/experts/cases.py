@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors, normal
 from nanovllm_kernels.experts import reference
-from nanovllm_kernels.experts.reference import used, whole
+from nanovllm_kernels.experts.reference import dequantised, used
 from nanovllm_kernels.experts.route_reference import ExpertRows, sort_rows
 from nanovllm_kernels.fp8_reference import BLOCK
 from nanovllm_kernels.products.linear_cases import gated_sizes, linear_reference, sizes
@@ -23,7 +23,7 @@ OF_QUANTISED = 24.0  # same with 8-bit activations, each off by up to an eighth 
 
 @dataclass(frozen=True, slots=True)
 class MoECase:
-    """A product of T tokens with K of E experts each, of which this rank has `num` from `first`.
+    """Sizes of a case: T tokens with K of E experts each. This rank has `num` experts from `first`.
 
     With `kind` "uniform" experts are random. With "first" all tokens choose the first K experts,
     with "last" the last K. With `block_fp8` weights have 8 bits and a scale for each block.
@@ -98,18 +98,18 @@ def rows_of_experts(result: Tensor, args: Args) -> Tensors:
 def scale_of(share: float, expected: Tensors, args: Args) -> Tensors:
     """Return the error scale. Terms of a sum may err by `share` ulps of the sum's size in total."""
     x, weight_EXX, scale_EXX, rows, num_chosen = args
-    found = expected[0].abs()
-    is_gated = found.shape[1] < weight_EXX.shape[1]
+    error_scale = expected[0].abs()
+    is_gated = error_scale.shape[1] < weight_EXX.shape[1]
     for expert, start, end in used(rows):
-        given = x[rows.pair_of_X[start:end].long() // num_chosen] if is_gated else x[start:end]
-        both = given.float(), whole(weight_EXX, scale_EXX, expert, 1 + is_gated).float()
+        x_rows = x[rows.pair_of_X[start:end].long() // num_chosen] if is_gated else x[start:end]
+        both = x_rows.float(), dequantised(weight_EXX, scale_EXX, expert, 1 + is_gated).float()
         sizes_XN = share * sizes(*both)
         if is_gated:
             gate_XF, up_XF = sizes_XN.chunk(2, -1)
             sizes_XN = gated_sizes(linear_reference(*both), sizes_XN)
             sizes_XN += torch.finfo(torch.bfloat16).eps * gate_XF * up_XF  # both factors err
-        found[start:end] += sizes_XN
-    return (found,)
+        error_scale[start:end] += sizes_XN
+    return (error_scale,)
 
 
 def kernels(
@@ -135,8 +135,8 @@ def kernels(
             work = {"num_bytes": round(num_used * size * (2 - routed.block_fp8))}
             if pairs > 64 * routed.E:
                 work = {"num_flops": 2 * pairs * size}
-            given = partial(of, routed, tile)
-            yield Case(str(routed), given, routed in small, **work if routed in timed else {})
+            case_inputs = partial(of, routed, tile)
+            yield Case(str(routed), case_inputs, routed in small, **work if routed in timed else {})
 
     return tuple(
         Kernel(

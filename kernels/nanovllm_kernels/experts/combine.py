@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm_kernels.device import follows
-from nanovllm_kernels.triton_parts import let_next_come, wait
+from nanovllm_kernels.device import launches_early
+from nanovllm_kernels.triton_parts import launch_dependents, wait
 
 COLUMNS = 512  # features that a program sums
 
@@ -29,7 +29,7 @@ def combine(
     assert y_XD.is_contiguous() and weights_TK.is_contiguous()
     assert row_of_TK is None or row_of_TK.is_contiguous()
     assert x_TD.is_contiguous() and (shared_TD is None or shared_TD.is_contiguous())
-    waits = follows(num_rows, y_XD.device)
+    waits = launches_early(num_rows, y_XD.device)
     combine_kernel[(num_rows, triton.cdiv(width, COLUMNS))](
         y_XD, weights_TK, row_of_TK, shared_TD, residual_TD, x_TD, width, K=num_chosen,
         BLOCK=COLUMNS, WAITS=waits, launch_pdl=waits, num_warps=2,
@@ -42,7 +42,7 @@ def combine_kernel(
     y_XD, weights_TK, row_of_TK, shared_TD, residual_TD, x_TD, width, K: tl.constexpr,
     BLOCK: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    let_next_come(WAITS)
+    launch_dependents(WAITS)
     wait(WAITS)
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

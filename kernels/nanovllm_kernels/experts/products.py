@@ -33,11 +33,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm_kernels.device import follows, processors
+from nanovllm_kernels.device import launches_early, processors
 from nanovllm_kernels.experts.combine import store_sum
 from nanovllm_kernels.experts.reference import ExpertProducts
 from nanovllm_kernels.experts.route_reference import Chosen, ExpertRows
-from nanovllm_kernels.triton_parts import dot, let_next_come, wait
+from nanovllm_kernels.triton_parts import dot, launch_dependents, wait
 
 ALONE, FEW, MANY = 8, 16, 128  # tokens of a tile; ALONE: one pair, with 8-bit weights
 FEW_PER_EXPERT = 16  # average pairs per expert from which on tiles are large
@@ -80,6 +80,7 @@ def expert_gate_up(
     num_chosen: int,
     least_warps: int = 1,
 ) -> Tensor:
+    """Return y_XF, as reference.expert_gate_up describes. Uses at least `least_warps` warps."""
     y_XF = x_TD.new_empty(len(x_TD) * num_chosen, gate_up_E2FD.shape[1] // 2)
     _product(
         x_TD,
@@ -102,6 +103,7 @@ def expert_down(
     num_chosen: int,
     least_warps: int = 1,
 ) -> Tensor:
+    """Return y_XD, as reference.expert_down describes. Uses at least `least_warps` warps."""
     y_XD = y_XF.new_empty(len(y_XF), down_EDF.shape[1])
     _product(y_XF, down_EDF, scale_EXX, rows, num_chosen, y_XD, least_warps=least_warps)
     return y_XD
@@ -150,7 +152,7 @@ def _product(
     experts = rows.experts_TK.view(-1) if isinstance(rows, Chosen) else rows.tile_expert_X
     if isinstance(rows, ExpertRows):
         tables = rows.pair_of_X, rows.starts_E1, rows.tile_start_X
-    waits = follows(len(x_XD) if gated else len(x_XD) // num_chosen, x_XD.device)
+    waits = launches_early(len(x_XD) if gated else len(x_XD) // num_chosen, x_XD.device)
     grid = triton.cdiv(num_features, features), len(experts) // together
     if isinstance(rows, Chosen) and x_XD.is_cuda:
         step_bytes = shape.depth * (shape.weights * weight_END.itemsize + 2 * max(tile, parts))
@@ -189,7 +191,7 @@ def product_kernel(
     """
     PARTS: tl.constexpr = 2 if GATED else triton.next_power_of_2(TOGETHER)
     wait(WAITS and GATED)
-    let_next_come(WAITS and GATED and pair_of_X is not None)
+    launch_dependents(WAITS and GATED and pair_of_X is not None)
     # Rows were sorted two launches before the down product, so it reads them without a wait.
     part, feature = tl.arange(0, PARTS * FEATURES) // FEATURES, tl.arange(0, FEATURES)
     first = tl.program_id(0) * FEATURES
@@ -223,7 +225,7 @@ def product_kernel(
         scale = scale_EXX + tl.cast(expert, tl.int64) * (PARTS * ROWS * COLUMNS)
         scale += (matrix * ROWS + within // SCALED) * COLUMNS
     wait(WAITS and not GATED)
-    let_next_come(WAITS and not GATED)
+    launch_dependents(WAITS and not GATED)
 
     sums = tl.zeros([PARTS * FEATURES, TILE], tl.float32)
     for begun in tl.range(0, D, DEPTH, num_stages=STAGES):
@@ -241,7 +243,7 @@ def product_kernel(
             nothing = tl.zeros([PARTS * FEATURES, TILE], tl.float32)
             x = (x.to(tl.float32) * (1 / LIFT)).to(tl.float16)
             sums += dot(w.to(tl.float16), tl.trans(x), nothing) * of_rows[:, None]
-    let_next_come(WAITS and GATED and pair_of_X is None)  # down's would take issue slots
+    launch_dependents(WAITS and GATED and pair_of_X is None)  # down's would take issue slots
     if GATED:
         gate, up = sums.reshape(2, FEATURES, TILE).permute(1, 2, 0).split()
         sums = gate / (1 + tl.exp(-gate)) * up

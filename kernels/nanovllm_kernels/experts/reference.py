@@ -49,7 +49,7 @@ def expert_gate_up(
     y_XF = x_TD.new_empty(len(rows.pair_of_X), gate_up_E2FD.shape[1] // 2)
     for expert, start, end in used(rows):
         x_XD = x_TD[rows.pair_of_X[start:end].long() // num_chosen]
-        weight_XD = whole(gate_up_E2FD, scale_EXX, expert, 2)
+        weight_XD = dequantised(gate_up_E2FD, scale_EXX, expert, 2)
         gate_XF, up_XF = multiply(x_XD.to(weight_XD.dtype), weight_XD).chunk(2, -1)
         y_XF[start:end] = (silu(gate_XF) * up_XF).to(y_XF.dtype)
     return y_XF
@@ -66,7 +66,7 @@ def expert_down(
     """Return y_XD of sorted rows. Rows of other ranks' experts are not written."""
     y_XD = y_XF.new_empty(len(y_XF), down_EDF.shape[1])
     for expert, start, end in used(rows):
-        weight_DF = whole(down_EDF, scale_EXX, expert, 1)
+        weight_DF = dequantised(down_EDF, scale_EXX, expert, 1)
         product_XD = multiply(y_XF[start:end].to(weight_DF.dtype), weight_DF)
         y_XD[start:end] = product_XD.to(y_XD.dtype)
     return y_XD
@@ -79,7 +79,7 @@ def combine(
     shared_TD: Tensor | None = None,
     residual_TD: Tensor | None = None,
 ) -> Tensor:
-    """Return x_TD: the weighted sum of this rank's pairs, plus the shared expert, plus the stream.
+    """Return x_TD: the weighted sum of this rank's pairs, plus shared_TD, plus residual_TD.
 
     Terms are summed in float32, first in the order of K, then shared_TD, then residual_TD, and
     rounded once. May overwrite residual_TD.
@@ -103,7 +103,9 @@ def used(rows: ExpertRows) -> Iterator[tuple[int, int, int]]:
             yield expert, start, end
 
 
-def whole(weight_EXX: Tensor, scale_EXX: Tensor | None, expert: int, num_parts: int) -> Tensor:
+def dequantised(
+    weight_EXX: Tensor, scale_EXX: Tensor | None, expert: int, num_parts: int
+) -> Tensor:
     """Return an expert's weight, dequantised to float32 if there are scales.
 
     The weight has `num_parts` parts of equal size, each of which begins blocks of its own.

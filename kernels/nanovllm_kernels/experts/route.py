@@ -3,7 +3,7 @@
 The reference is route_reference.py.
 
 Decision: experts are chosen one after another by the largest key, an integer in the order of the
-scores. A warp finds the maximum of integers in one instruction. Sorted scores are not kept:
+scores. A warp finds the maximum of integers in one instruction. Sorted scores are not stored:
 a round yields only a place, and the logits of the chosen experts are read once more.
 """
 
@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm_kernels.device import follows
+from nanovllm_kernels.device import launches_early
 from nanovllm_kernels.experts.route_reference import Placed, Routing, Uniform
 from nanovllm_kernels.sampling.draw import mix, uniforms
-from nanovllm_kernels.triton_parts import let_next_come, wait
+from nanovllm_kernels.triton_parts import launch_dependents, wait
 
 LOWEST = tl.constexpr(-(1 << 31))  # below every key
 HIGHEST = tl.constexpr((1 << 31) - 1)
@@ -31,6 +31,7 @@ def route(
     uniform: Uniform | None = None,
     placed: Placed | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """Return weights_TK, float32, and experts_TK, int32, as route_reference.route describes."""
     num_rows, num_experts = logits_TE.shape
     num_experts -= rule.shared == "gated"
     assert logits_TE.stride(1) == 1 and num_experts % rule.num_groups == 0
@@ -39,7 +40,7 @@ def route(
     experts_TK = torch.empty_like(weights_TK, dtype=torch.int32)
     slots_T, positions_T, layer = (None, None, 0) if uniform is None else uniform
     slot_mapping_T, tokens_X, copies_EX = (None, None, None) if placed is None else placed
-    waits = follows(num_rows, logits_TE.device)
+    waits = launches_early(num_rows, logits_TE.device)
     route_kernel[(num_rows,)](
         logits_TE, bias_E, slots_T, positions_T, slot_mapping_T, tokens_X, copies_EX, weights_TK,
         experts_TK, logits_TE.stride(0), layer * num_experts, rule.scale, E=num_experts,
@@ -68,7 +69,7 @@ def route_kernel(
     row = tl.program_id(0)
     if bias_E is not None:
         bias = tl.load(bias_E + expert, exists, 0.0).to(tl.float32)
-    let_next_come(WAITS)
+    launch_dependents(WAITS)
     wait(WAITS)
     shared = E
     if slot_mapping_T is not None:

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm_kernels.device import follows
+from nanovllm_kernels.device import launches_early
 from nanovllm_kernels.experts.route_reference import ExpertRows, most_tiles
-from nanovllm_kernels.triton_parts import let_next_come, wait
+from nanovllm_kernels.triton_parts import launch_dependents, wait
 
 SCANNED = 8192  # pairs that each program reads; fewer than 32,768, for counts of 16 bits
 TOGETHER = 4  # experts whose pairs a program places in one launch, 2 or 4
@@ -32,7 +32,7 @@ FILLED = tl.constexpr(256)  # unused entries written at once
 
 def sort_rows(experts_TK: Tensor, first_expert: int, num_experts: int, tile: int) -> ExpertRows:
     """Sort experts_TK as `route` returns it: int32, with distinct experts in each row."""
-    num_pairs, waits = experts_TK.numel(), follows(len(experts_TK), experts_TK.device)
+    num_pairs, waits = experts_TK.numel(), launches_early(len(experts_TK), experts_TK.device)
     assert experts_TK.is_contiguous()
     rows = empty_rows(*experts_TK.shape, num_experts, tile, experts_TK.device)
     ours, options = dict(FIRST=first_expert, OWN=num_experts), dict(WAITS=waits, launch_pdl=waits)
@@ -131,7 +131,7 @@ def sort_kernel(
 ):  # fmt: skip
     """Write the tables in the first program, and place pairs in the others."""
     wait(WAITS)
-    let_next_come(WAITS)
+    launch_dependents(WAITS)
     if tl.program_id(0) == 0:
         store_tables(
             experts_TK, counts_XE, pair_of_X, row_of_TK, starts_E1, tile_expert_X, tile_start_X,
@@ -175,6 +175,7 @@ def place_block(
     experts_TK, counts_XE, pair_of_X, row_of_TK, num_pairs,
     PLACED: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
+    """Place the pairs of one block of PLACED pairs, after those of earlier blocks."""
     EXPERTS: tl.constexpr = triton.next_power_of_2(OWN)
     block = tl.program_id(0) - 1
     i = block * PLACED + tl.arange(0, PLACED)

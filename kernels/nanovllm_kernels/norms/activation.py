@@ -17,18 +17,20 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.case import Args, Case, Kernel, bits, normal
-from nanovllm_kernels.device import follows
+from nanovllm_kernels.device import launches_early
 from nanovllm_kernels.norms import reference
-from nanovllm_kernels.triton_parts import let_next_come, wait
+from nanovllm_kernels.triton_parts import launch_dependents, wait
 
 BLOCK = 1024  # elements per program, 8 per thread: one 16-byte load of each operand
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
+    """Return y_TF = silu(gate) * up. The first F columns of gate_up_T2F are the gate."""
     return _launch(gate_up_T2F, gate_up_T2F[:, gate_up_T2F.shape[1] // 2 :], is_silu=True)
 
 
 def sigmoid_mul(gate: Tensor, x_TF: Tensor) -> Tensor:
+    """Return y_TF = sigmoid(gate) * x. The gate is [T, F], or slices [I, T, F] of a sum."""
     return _launch(gate, x_TF, is_silu=False)
 
 
@@ -36,7 +38,7 @@ def _launch(gate: Tensor, x_TF: Tensor, *, is_silu: bool) -> Tensor:
     num_rows, width = x_TF.shape
     assert x_TF.stride(1) == gate.stride(-1) == 1
     y_TF = torch.empty(num_rows, width, dtype=x_TF.dtype, device=x_TF.device)
-    num_blocks, waits = triton.cdiv(width, BLOCK), follows(num_rows, x_TF.device)
+    num_blocks, waits = triton.cdiv(width, BLOCK), launches_early(num_rows, x_TF.device)
     activate_mul_kernel[(num_rows * num_blocks,)](
         gate, x_TF, y_TF, gate.stride(0), gate.stride(-2), x_TF.stride(0), width, num_blocks,
         SLICES=len(gate) if gate.ndim == 3 else 1, SILU=is_silu, BLOCK=BLOCK, WAITS=waits,
@@ -50,7 +52,7 @@ def activate_mul_kernel(
     gate_ITF, x_TF, y_TF, slice_stride, gate_stride, x_stride, width, num_blocks,
     SLICES: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    let_next_come(WAITS and not SILU)  # the out projection prefetches its weights
+    launch_dependents(WAITS and not SILU)  # the out projection prefetches its weights
     wait(WAITS)
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     f = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)

@@ -17,15 +17,16 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.case import Args, Case, Kernel, bits, normal
-from nanovllm_kernels.device import follows
+from nanovllm_kernels.device import launches_early
 from nanovllm_kernels.norms import reference
-from nanovllm_kernels.triton_parts import let_next_come, wait
+from nanovllm_kernels.triton_parts import launch_dependents, wait
 
 MAX_WIDTH = 16384  # elements of a row, which must fit in a program's registers
 HELD = 16384  # router weights that a program holds in registers
 
 
 def rms_norm(x_TD: Tensor, norm_weight_D: Tensor, eps: float) -> Tensor:
+    """Return y_TD, the RMSNorm of each row. D is at most MAX_WIDTH."""
     num_rows, width = x_TD.shape
     y_TD = torch.empty(num_rows, width, dtype=x_TD.dtype, device=x_TD.device)
     _launch(x_TD, None, norm_weight_D, y_TD, eps)
@@ -73,7 +74,7 @@ def _launch(
     num_rows, width = y_TD.shape
     assert width <= MAX_WIDTH and x_TD.stride(-1) == 1 and norm_weight_D.stride(0) == 1
     block = triton.next_power_of_2(width)
-    waits = follows(num_rows, x_TD.device)
+    waits = launches_early(num_rows, x_TD.device)
     num_experts = 0 if router_ED is None else len(router_ED)
     experts = min(8, triton.cdiv(HELD, block))  # per program
     warps = 8 if num_experts else min(max(block // 512, 1), 16)  # two 16-byte loads of bf16
@@ -99,7 +100,7 @@ def rms_norm_kernel(
         expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
         exists = (expert < E)[:, None] & inside[None, :]
         router = tl.load(router_ED + expert[:, None] * WIDTH + d[None, :], exists, 0.0)
-    let_next_come(WAITS)
+    launch_dependents(WAITS)
     wait(WAITS)
     x = tl.load(x_TD + row * x_stride + d, inside, 0.0)
     if residual_TD is not None:

@@ -28,6 +28,7 @@ def rms_norm(x: Tensor, norm_weight: Tensor, eps: float, mean: Tensor | None = N
 def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, norm_weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
+    """Return the RMSNorm of x + residual, and that sum, both [T, D]. x may be slices [I, T, D]."""
     sum_TD = (summed(x_TD) + residual_TD.float()).to(residual_TD.dtype)
     return rms_norm(sum_TD, norm_weight_D, eps), sum_TD
 
@@ -38,11 +39,13 @@ def summed(x: Tensor) -> Tensor:
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
+    """Return y_TF = silu(gate) * up. The first F columns of gate_up_T2F are the gate."""
     gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
     return silu(gate_TF) * up_TF
 
 
 def sigmoid_mul(gate: Tensor, x_TF: Tensor) -> Tensor:
+    """Return y_TF = sigmoid(gate) * x. The gate is [T, F], or slices [I, T, F] of a sum."""
     return x_TF * sigmoid(summed(gate)).to(x_TF.dtype)
 
 
@@ -81,6 +84,13 @@ def rope_store(
     scales_2G: Tensor | None = None,
     ranks: Ranks | None = None,
 ) -> Tensor:
+    """Return the rotated q_THA, and write rotated keys, and values, to the cells of slot_mapping_T.
+
+    qkv_TX, or its slices [I, T, X], has H query heads, then G key heads, then G value heads. Norm
+    weights, if any, have one row of A elements for all heads, or one for each. With `ranks`, the
+    norm is over all heads of all ranks. cos_sin_LA is a table of L positions. `scales_2G` has the
+    dequantisation factors of keys and values per head of a float8_e4m3fn cache.
+    """
     page_tokens, num_kv_heads, head_size = k_PSGA.shape[1:]
     qkv_TX = summed(qkv_TX).to(qkv_TX.dtype)
     heads_TXA = qkv_TX.view(qkv_TX.shape[0], -1, head_size)

@@ -34,13 +34,13 @@ def inputs(
     A: int,
     dtype: torch.dtype,
     device: torch.device,
-    turned: int = 0,
+    num_rotated: int = 0,
     *,
     is_fp8: bool = False,
 ) -> Args:
     """Return inputs with cells scattered over the pages and positions over the cos_sin table.
 
-    `turned` elements of a head are rotated, or all if it is 0. With `kind` "plain" there is no
+    `num_rotated` elements of a head are rotated, or all if it is 0. With `kind` "plain" there is no
     norm, with "row" a norm is over all heads.
     """
     page_tokens, num_pages, length = 16, triton.cdiv(T, 16) + 2, 4096
@@ -58,7 +58,7 @@ def inputs(
     generator = torch.Generator().manual_seed(3)
     slot_mapping = torch.randperm(num_pages * page_tokens, generator=generator)[:T]
     positions = torch.randint(length, (T,), generator=generator)
-    angles_LA = normal(device, length, (turned or A) // 2, dtype=torch.float32, seed=4) * 3
+    angles_LA = normal(device, length, (num_rotated or A) // 2, dtype=torch.float32, seed=4) * 3
     cos_sin_LA = torch.cat([angles_LA.cos(), angles_LA.sin()], 1)
     cache = normal(device, 2, num_pages, page_tokens, G, A, dtype=dtype, seed=5)
     scales_2G = None
@@ -77,23 +77,23 @@ def outputs(q_THA: Tensor, args: Args) -> Tensors:
 
 def pair_sizes(expected: Tensors, args: Args) -> Tensors:
     """Return error scales. A rotated element sums two terms: at most twice the larger of a pair."""
-    turned, sizes = args[4].shape[1], []
+    num_rotated, sizes = args[4].shape[1], []
     for tensor in expected:
         size = 2 * tensor.float().abs()
-        half = torch.stack(size[..., :turned].chunk(2, -1)).amax(0)
-        size[..., :turned] = torch.cat([half, half], -1)
+        half = torch.stack(size[..., :num_rotated].chunk(2, -1)).amax(0)
+        size[..., :num_rotated] = torch.cat([half, half], -1)
         sizes.append(size)
     return tuple(sizes)
 
 
 def case(
-    kind: str, T: int, heads: tuple[int, int, int], dtype: torch.dtype, turned: int = 0,
+    kind: str, T: int, heads: tuple[int, int, int], dtype: torch.dtype, num_rotated: int = 0,
     *, is_fp8: bool = False,
 ) -> Case:  # fmt: skip
     H, G, A = heads
-    name = f"{kind} T={T} {H=} {G=} {A=}{f' R={turned}' * (turned > 0)} {bits(dtype)}"
-    made = partial(inputs, kind, T, H, G, A, dtype, turned=turned, is_fp8=is_fp8)
-    return Case(f"{name}{' fp8' * is_fp8}", made, T <= 7)
+    name = f"{kind} T={T} {H=} {G=} {A=}{f' R={num_rotated}' * (num_rotated > 0)} {bits(dtype)}"
+    case_inputs = partial(inputs, kind, T, H, G, A, dtype, num_rotated=num_rotated, is_fp8=is_fp8)
+    return Case(f"{name}{' fp8' * is_fp8}", case_inputs, T <= 7)
 
 
 def cases() -> tuple[Case, ...]:

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm_kernels.device import follows
+from nanovllm_kernels.device import launches_early
 from nanovllm_kernels.norms.reference import Ranks
-from nanovllm_kernels.triton_parts import INTERPRETED, let_next_come, wait
+from nanovllm_kernels.triton_parts import INTERPRETED, launch_dependents, wait
 
 MOST_OVERLAPPED = 128  # tokens up to which attention is launched before this ends
 MAX_WIDTH = 16384  # elements of all heads whose squares are summed: they must fit in registers
@@ -32,6 +32,7 @@ def rope_store(
     cos_sin_LA: Tensor, positions_T: Tensor, slot_mapping_T: Tensor, k_PSGA: Tensor, v_PSGA: Tensor,
     scales_2G: Tensor | None = None, ranks: Ranks | None = None,
 ) -> Tensor:  # fmt: skip
+    """Return q_THA and write keys and values to the cache, as reference.rope_store describes."""
     num_kv_heads, head_size = k_PSGA.shape[2:]
     num_tokens = qkv_TX.shape[-2]
     num_heads = qkv_TX.shape[-1] // head_size - 2 * num_kv_heads
@@ -43,7 +44,7 @@ def rope_store(
         widths = num_heads * head_size, num_kv_heads * head_size
         means_T2 = ranks.all_reduce(mean_squares(qkv_TX, widths, ranks.tp_size))
     q_THA = torch.empty(num_tokens, num_heads, head_size, dtype=qkv_TX.dtype, device=qkv_TX.device)
-    waits = follows(num_tokens, qkv_TX.device)
+    waits = launches_early(num_tokens, qkv_TX.device)
     num_groups = triton.cdiv(num_heads + 2 * num_kv_heads, HEADS)
     rope_store_kernel[(num_tokens * num_groups,)](
         qkv_TX, q_norm_X, k_norm_X, means_T2, cos_sin_LA, positions_T, slot_mapping_T, q_THA,
@@ -63,7 +64,7 @@ def rope_store_kernel(
     H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr,
     HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr, LEADS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    let_next_come(LEADS)  # attention
+    launch_dependents(LEADS)  # attention
     wait(WAITS)
     GROUPS: tl.constexpr = (H + 2 * G + HEADS - 1) // HEADS
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
@@ -143,10 +144,11 @@ def norm_weight_of(q_norm_at, k_norm_at, is_query, is_key):
 
 
 def mean_squares(qkv_TX: Tensor, widths: tuple[int, int], num_ranks: int) -> Tensor:
+    """Return float32 means_T2 of squares, as reference.mean_squares describes."""
     num_tokens, block = qkv_TX.shape[-2], triton.next_power_of_2(max(widths))
     assert block <= MAX_WIDTH and qkv_TX.stride(-1) == 1
     means_T2 = torch.empty(num_tokens, 2, dtype=torch.float32, device=qkv_TX.device)
-    waits = follows(num_tokens, qkv_TX.device)
+    waits = launches_early(num_tokens, qkv_TX.device)
     mean_squares_kernel[(num_tokens, 2)](
         qkv_TX,
         means_T2,

@@ -52,14 +52,14 @@ def rows_of(counts: tuple[int, ...], tile: int, device: torch.device) -> TileRow
     return TileRows(*(each.to(device) for each in ints), tile)
 
 
-def whole(numbers: Tensor, scale: Tensor, block_rows: int) -> Tensor:
+def dequantised(numbers: Tensor, scale: Tensor, block_rows: int) -> Tensor:
     """Dequantise to float32. Scales are of `block_rows` x 128 blocks; the last may be partial."""
     return Scaled(numbers, scale, block_rows).dequantised()
 
 
-def sides(x8_TD: Tensor, x_scale_BT: Tensor, w8_ND: Tensor, w_scale: Tensor, g: int) -> Tensors:
+def operands(x8_TD: Tensor, x_scale_BT: Tensor, w8_ND: Tensor, w_scale: Tensor, g: int) -> Tensors:
     """Return both operands of a product in float32."""
-    return whole(x8_TD, x_scale_BT.T.contiguous(), 1), whole(w8_ND, w_scale, g)
+    return dequantised(x8_TD, x_scale_BT.T.contiguous(), 1), dequantised(w8_ND, w_scale, g)
 
 
 def reference(
@@ -71,7 +71,7 @@ def reference(
     block_rows: int = DEEP,
     tile: Tile | None = None,
 ) -> Tensor:
-    y = functional.linear(*sides(x8_TD, x_scale_BT, w8_ND, w_scale, block_rows))
+    y = functional.linear(*operands(x8_TD, x_scale_BT, w8_ND, w_scale, block_rows))
     return (y if residual_TN is None else y + residual_TN.float()).bfloat16()
 
 
@@ -82,7 +82,7 @@ def scale(expected: Tensors, args: Args) -> Tensors:
     times the sum of absolute terms. Sums of more than 128 positive terms have larger errors if they
     stay in the tensor core.
     """
-    x, w = sides(*args[:4], args[5])
+    x, w = operands(*args[:4], args[5])
     return (expected[0].abs() + functional.linear(x.abs(), w.abs()) / 4,)
 
 
@@ -121,12 +121,12 @@ def experts_gated(*args: Any) -> Quantised:  # noqa: ANN401
 
 def gated_reference(*args: Any) -> Quantised:  # noqa: ANN401
     """Gate and quantise the product, which stays in float32 and is never rounded to 16 bits."""
-    return quantise_cases.silu_mul_reference(functional.linear(*sides(*args[:4], args[5])))
+    return quantise_cases.silu_mul_reference(functional.linear(*operands(*args[:4], args[5])))
 
 
 def gated_experts_reference(*args: Any) -> Quantised:  # noqa: ANN401
-    found = [gated_reference(*one) for _, one in by_expert(*args[:5])]
-    return Quantised(*(torch.cat(each, n) for n, each in enumerate(zip(*found, strict=True))))
+    results = [gated_reference(*one) for _, one in by_expert(*args[:5])]
+    return Quantised(*(torch.cat(each, n) for n, each in enumerate(zip(*results, strict=True))))
 
 
 def gated_outputs(result: Quantised, args: Args) -> Tensors:
@@ -148,7 +148,7 @@ def gated_scale(expected: Tensors, args: Args) -> Tensors:
     Each is the error of quantise_cases plus that of the product. One ulp of the product is a 16th
     of one of quantise_cases.
     """
-    y = functional.linear(*sides(*args[:4], args[5]))
+    y = functional.linear(*operands(*args[:4], args[5]))
     errors = gated_sizes(y, scale((y,), args)[0]) / 16
     largest = functional.pad(errors, (0, -errors.shape[1] % DEEP)).unflatten(1, (-1, DEEP)).amax(-1)
     values, scales = quantise_cases.sizes(expected, args)
@@ -164,8 +164,8 @@ def gated_experts_scale(expected: Tensors, args: Args) -> Tensors:
 
 def numbers(device: torch.device, *shape: int, seed: int = 0, sign: int = 0) -> Tensor:
     """Return normal e4m3 numbers. With `sign` all are positive."""
-    found = normal(device, *shape, dtype=torch.float32, seed=seed)
-    return (found.abs() if sign else found).to(torch.float8_e4m3fn)
+    values = normal(device, *shape, dtype=torch.float32, seed=seed)
+    return (values.abs() if sign else values).to(torch.float8_e4m3fn)
 
 
 def scales(device: torch.device, *shape: int, seed: int) -> Tensor:

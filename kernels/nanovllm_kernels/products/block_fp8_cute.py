@@ -65,10 +65,10 @@ from nanovllm_kernels.ring_cute import (
     exchange,
     four_words,
     in_order,
-    meet,
     next_stage,
     of_four,
     partition,
+    sync_cluster,
 )
 
 DEEP = 128  # inputs per scale; one 128-byte swizzled line of shared memory
@@ -116,7 +116,7 @@ class Kind(NamedTuple):
     gated: bool = False  # gated and quantised
 
 
-class Given(NamedTuple):
+class Operands(NamedTuple):
     """Operands in global memory besides x and W."""
 
     x_scale: cute.Tensor  # [block of inputs, row]
@@ -175,7 +175,7 @@ def block_fp8_linear(
         y_TN = x8_TD.new_empty(num_rows, num_lines, dtype=torch.bfloat16)
     tile = tile or tile_of(num_rows, num_lines, processors(x8_TD.device))
     kind = tile, block_rows, Kind(residual_TN is not None)
-    multiply(x8_TD, w8_ND, Given(x_scale_BT, w_scale, y_TN), kind)
+    multiply(x8_TD, w8_ND, Operands(x_scale_BT, w_scale, y_TN), kind)
     return y_TN
 
 
@@ -185,23 +185,25 @@ def block_fp8_gated(x8: Quantised, weight: Scaled, tile: Tile | None = None) -> 
     num_rows, num_lines, device = len(x8_TD), len(w8_ND), x8_TD.device
     tile = tile or tile_of(num_rows, num_lines, processors(device), gated=True)
     y8_TF, y_scale_BT = y = empty(num_rows, num_lines // 2, device)
-    given = Given(x_scale_BT, w_scale, y8_TF, y_scale=y_scale_BT)
-    multiply(x8_TD, w8_ND, given, (tile, block_rows, Kind(gated=True)))
+    operands = Operands(x_scale_BT, w_scale, y8_TF, y_scale=y_scale_BT)
+    multiply(x8_TD, w8_ND, operands, (tile, block_rows, Kind(gated=True)))
     return y
 
 
-def multiply(x8: Tensor, weight: Tensor, given: Given, kind: tuple, most: int = 1 << 30) -> None:
+def multiply(
+    x8: Tensor, weight: Tensor, operands: Operands, kind: tuple, most: int = 1 << 30
+) -> None:
     """Launch the kernel of `kind`: (Tile, block_rows, Kind). At most `most` clusters have work."""
     tile, block_rows, more = kind
     if len(x8):
         num_clusters = min(most, processors(x8.device) // tile.cluster)
-        compile_tile(*tile, block_rows, *more)(x8, weight, given, num_clusters)
+        compile_tile(*tile, block_rows, *more)(x8, weight, operands, num_clusters)
 
 
 def experts_tile_rows(num_rows: int, num_experts: int) -> int:
     """Return the tile size, in rows, by which rows must be sorted."""
-    fits = [rows for rows, least in LEAST_ROWS.items() if num_rows >= least * num_experts]
-    return max(fits, default=min(EXPERT_TILES))
+    tile_sizes = [rows for rows, least in LEAST_ROWS.items() if num_rows >= least * num_experts]
+    return max(tile_sizes, default=min(EXPERT_TILES))
 
 
 def block_fp8_experts(
@@ -222,8 +224,8 @@ def block_fp8_experts(
     if y_XN is None:
         y_XN = x8_XD.new_empty(len(x8_XD), w8_END.shape[1], dtype=torch.bfloat16)
     kind = EXPERT_TILES[rows.tile], block_rows, Kind(grouped=True)
-    given = Given(x_scale_BX, w_scale, y_XN, *maps_of(rows))
-    multiply(x8_XD, w8_END, given, kind, most_clusters(x8_XD, w8_END, rows.tile))
+    operands = Operands(x_scale_BX, w_scale, y_XN, *maps_of(rows))
+    multiply(x8_XD, w8_END, operands, kind, most_clusters(x8_XD, w8_END, rows.tile))
     return y_XN
 
 
@@ -232,8 +234,8 @@ def block_fp8_gated_experts(x8: Quantised, weight: Scaled, rows: Any) -> Quantis
     (x8_XD, x_scale_BX), (w8_END, w_scale, block_rows, _) = x8, weight
     kind = GATED_EXPERT_TILES[rows.tile], block_rows, Kind(grouped=True, gated=True)
     y8_XF, y_scale_BX = y = empty(len(x8_XD), w8_END.shape[1] // 2, x8_XD.device)
-    given = Given(x_scale_BX, w_scale, y8_XF, *maps_of(rows), y_scale_BX)
-    multiply(x8_XD, w8_END, given, kind, most_clusters(x8_XD, w8_END, rows.tile))
+    operands = Operands(x_scale_BX, w_scale, y8_XF, *maps_of(rows), y_scale_BX)
+    multiply(x8_XD, w8_END, operands, kind, most_clusters(x8_XD, w8_END, rows.tile))
     return y
 
 
@@ -259,7 +261,7 @@ def compile_tile(*of: int) -> Compiled:
         return like(Int32, any_()) if kind.grouped else None
 
     dtype, count = (Float8E4M3FN, 16) if kind.gated else (BFloat16, 8)  # elements in 16 bytes
-    given = Given(
+    operands = Operands(
         x_scale=like(Float32, any_(), any_()),
         w_scale=like(Float32, *experts, any_(), any_()),
         y=like(dtype, any_(), any_(divisibility=count), divisibility=count),
@@ -273,7 +275,7 @@ def compile_tile(*of: int) -> Compiled:
         Product(Tile(*of[:3]), of[3], kind),
         like(Float8E4M3FN, any_(), width, divisibility=16),
         like(Float8E4M3FN, *experts, any_(), width, divisibility=16),
-        given,
+        operands,
         Int32(1),
     )
 
@@ -331,7 +333,7 @@ class Product:
         self,
         x: cute.Tensor,
         weight: cute.Tensor,
-        given: Given,
+        operands: Operands,
         num_clusters: Int32,
         stream: Any,  # noqa: ANN401
     ) -> None:
@@ -364,7 +366,7 @@ class Product:
         if cutlass.const_expr(not kind.grouped):
             num_clusters = cutlass.min(num_clusters, size.tall * size.wide)
         boxes = (x_box[0], x_box[1]), (weight_box[0], weight_box[1])
-        self.kernel(*boxes, given, x_ring, weight_ring, mma, size).launch(
+        self.kernel(*boxes, operands, x_ring, weight_ring, mma, size).launch(
             grid=[tile.cluster, num_clusters, 1],
             block=[self.threads + 128, 1, 1],
             cluster=[tile.cluster, 1, 1],
@@ -378,7 +380,7 @@ class Product:
         self,
         x_box: tuple,
         weight_box: tuple,
-        given: Given,
+        operands: Operands,
         x_ring: cute.ComposedLayout,
         weight_ring: cute.ComposedLayout,
         mma: cute.TiledMma,
@@ -398,37 +400,37 @@ class Product:
                     arch.mbarrier_init(shared.full + stage, 1)
                     arch.mbarrier_init(shared.empty + stage, self.threads // 32 * self.tile.cluster)
             arch.mbarrier_init_fence()
-        meet(self.tile.cluster)
+        sync_cluster(self.tile.cluster)
         arch.griddepcontrol_wait()
         if nth_warp >= self.threads // 32:
             if cutlass.const_expr(self.groups == 2):
                 arch.setmaxregister_decrease(LOADER_REGISTERS)
             if nth_warp == self.threads // 32:
-                self.load(x_box, weight_box, given, shared, size)
+                self.load(x_box, weight_box, operands, shared, size)
                 arch.griddepcontrol_launch_dependents()
         else:
             if cutlass.const_expr(self.groups == 2):
                 arch.setmaxregister_increase(REGISTERS)
-            self.compute(given, shared, mma, size)
+            self.compute(operands, shared, mma, size)
         if cutlass.const_expr(self.tile.cluster > 1):
             arch.cluster_arrive()
             arch.cluster_wait()  # the other block may still arrive at barriers of this one
 
     @cute.jit
-    def num_units(self, given: Given, size: Size) -> Int32:
+    def num_units(self, operands: Operands, size: Size) -> Int32:
         tall = size.tall
         if cutlass.const_expr(self.kind.grouped):
-            tall = given.num_tiles[0]
+            tall = operands.num_tiles[0]
         return tall * size.wide
 
     @cute.jit
-    def spot_of(self, unit: Int32, given: Given, size: Size) -> Spot:
+    def spot_of(self, unit: Int32, operands: Operands, size: Size) -> Spot:
         """Return this block's tile of the cluster's `unit`."""
         tile_rows = self.tile.rows * self.weight_shared  # rows of the cluster's tile
         if cutlass.const_expr(self.kind.grouped):
             tile, nth = unit // size.wide, unit % size.wide
-            expert = given.tile_expert[tile]
-            row, end = given.tile_start[tile], given.starts[expert + 1]
+            expert = operands.tile_expert[tile]
+            row, end = operands.tile_start[tile], operands.starts[expert + 1]
         else:
             some = TOGETHER * size.wide
             first, within = unit // some * TOGETHER, unit % some
@@ -447,7 +449,7 @@ class Product:
 
     @cute.jit
     def load(
-        self, x_box: tuple, weight_box: tuple, given: Given, shared: Shared, size: Size
+        self, x_box: tuple, weight_box: tuple, operands: Operands, shared: Shared, size: Size
     ) -> None:
         """Fill the ring with the blocks of all tiles in turn."""
         (x_atom, _), (weight_atom, weight) = x_box, weight_box
@@ -455,19 +457,19 @@ class Product:
         cpasync.prefetch_descriptor(weight_atom)
         rank = arch.block_idx()[0]
         stage, phase = Int32(0), Int32(1)
-        units = self.num_units(given, size)
+        units = self.num_units(operands, size)
         for unit in cutlass.range(arch.block_idx()[1], units, arch.grid_dim()[1], unroll=1):
-            spot = self.spot_of(unit, given, size)
+            spot = self.spot_of(unit, operands, size)
             lines = weight
             if cutlass.const_expr(self.kind.grouped):
                 lines = weight[None, None, spot.expert]
             x_to, x_from = partition(x_box, shared.x, spot.row, rank, self.x_shared)
             weights = [
                 partition((weight_atom, lines), shared.weight, line, rank, self.weight_shared)
-                for line in self.first_lines(spot, given)
+                for line in self.first_lines(spot, operands)
             ]
             if cutlass.const_expr(self.kind.added):
-                self.prefetch(given.y, spot)
+                self.prefetch(operands.y, spot)
             for block in cutlass.range(0, size.blocks, unroll=1):
                 full = shared.full + stage
                 arch.mbarrier_wait(shared.empty + stage, phase)
@@ -490,12 +492,12 @@ class Product:
                     address = y[row, None].iterator + spot.column + part
                     arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address.toint()])
 
-    def first_lines(self, spot: Spot, given: Given) -> list[Int32]:
+    def first_lines(self, spot: Spot, operands: Operands) -> list[Int32]:
         """Return the tile's first row of W, or the first rows of its gate and up."""
-        return [spot.column, spot.column + given.y.shape[1]][: self.parts]
+        return [spot.column, spot.column + operands.y.shape[1]][: self.parts]
 
     @cute.jit
-    def compute(self, given: Given, shared: Shared, mma: cute.TiledMma, size: Size) -> None:
+    def compute(self, operands: Operands, shared: Shared, mma: cute.TiledMma, size: Size) -> None:
         group = arch.make_warp_uniform(arch.thread_idx()[0] // 128)
         slice_ = mma.get_slice(128 * group)
         wave_rows = self.groups * GROUP_ROWS
@@ -513,10 +515,10 @@ class Product:
         fresh.set(warpgroup.Field.ACCUMULATE, False)
         more.set(warpgroup.Field.ACCUMULATE, True)
         stage, phase = Int32(0), Int32(0)
-        units = self.num_units(given, size)
+        units = self.num_units(operands, size)
         for unit in cutlass.range(arch.block_idx()[1], units, arch.grid_dim()[1], unroll=1):
-            spot = self.spot_of(unit, given, size)
-            lines = self.scale_lines(spot, given, size)
+            spot = self.spot_of(unit, operands, size)
+            lines = self.scale_lines(spot, operands, size)
             self.fetch(lines, next_scales, Int32(0))
             sums.fill(0.0)
             for block in cutlass.range(0, size.blocks, unroll=1):
@@ -542,9 +544,9 @@ class Product:
                 stage, phase = next_stage(stage, phase, self.stages)
             if cutlass.const_expr(not self.kind.gated):
                 for wave in cutlass.range_constexpr(self.waves):
-                    self.leave(sums, wave, spot, given)
+                    self.store_sums(sums, wave, spot, operands)
             elif self.has_rows(spot, 0, group):
-                self.leave_gated(sums, spot, given)
+                self.store_gated(sums, spot, operands)
 
     def has_rows(self, spot: Spot, wave: int, group: Int32) -> Boolean:
         """Return True if a group has rows. Most of an expert's last tile may be empty."""
@@ -568,16 +570,16 @@ class Product:
         first = spot.row + thread // 32 * 16 + thread % 32 // 4
         return first + (nth // 2 * self.groups * GROUP_ROWS + nth % 2 * 8)
 
-    def scale_lines(self, spot: Spot, given: Given, size: Size) -> list[cute.Tensor]:
+    def scale_lines(self, spot: Spot, operands: Operands, size: Size) -> list[cute.Tensor]:
         """Return the scales along the inputs: of the thread's rows of x, then of the tile's W."""
-        w_scale = given.w_scale
+        w_scale = operands.w_scale
         if self.kind.grouped:
             w_scale = w_scale[spot.expert, None, None]
         lines = []
         for nth in range(2 * self.high):
             row = cutlass.min(self.row_of(spot, nth), size.rows - 1)
-            lines.append(given.x_scale[None, row])
-        for first in self.first_lines(spot, given):
+            lines.append(operands.x_scale[None, row])
+        for first in self.first_lines(spot, operands):
             for unit in range(self.units):
                 line = (first + unit * self.unit) // self.block_rows
                 lines.append(w_scale[cutlass.min(line, w_scale.shape[0] - 1), None])
@@ -600,9 +602,9 @@ class Product:
                 sums[n, wave] += products[n] * factors[n // 2 % 2]
 
     @cute.jit
-    def leave(self, sums: cute.Tensor, wave: int, spot: Spot, given: Given) -> None:
+    def store_sums(self, sums: cute.Tensor, wave: int, spot: Spot, operands: Operands) -> None:
         """Store a wave's sums. Four threads have 32 columns of a row; each stores eight."""
-        num_lines, first = given.y.shape[1], spot.column + arch.lane_idx() % 4 * 8
+        num_lines, first = operands.y.shape[1], spot.column + arch.lane_idx() % 4 * 8
         parts = self.tile.columns // 32  # of each of two rows
         held = cute.make_rmem_tensor((4, 2 * parts), Int32)
         if cutlass.const_expr(self.kind.added):
@@ -611,7 +613,7 @@ class Product:
                 half, part = nth // parts, nth % parts
                 row, column = self.row_of(spot, 2 * wave + half), first + 32 * part
                 if row < spot.end and column < num_lines:
-                    held[None, nth].store(four_words(given.y, row, column).load())
+                    held[None, nth].store(four_words(operands.y, row, column).load())
         results = cute.make_rmem_tensor(8, Float32)
         for nth in cutlass.range_constexpr(2 * parts):
             half, part = nth // parts, nth % parts
@@ -626,31 +628,31 @@ class Product:
             four = cute.recast_tensor(eight, Int32)
             exchange(four)
             if row < spot.end and column < num_lines:
-                four_words(given.y, row, column).store(four.load())
+                four_words(operands.y, row, column).store(four.load())
 
     @cute.jit
-    def leave_gated(self, sums: cute.Tensor, spot: Spot, given: Given) -> None:
+    def store_gated(self, sums: cute.Tensor, spot: Spot, operands: Operands) -> None:
         """Store silu(gate) * up, quantised.
 
         Half of the sums are the gate's; the others are up's, in the same order. Four threads have
         128 features of a row. After the exchange each stores 16 of every 64.
         """
-        num_features, lane = given.y.shape[1], arch.lane_idx() % 4
+        num_features, lane = operands.y.shape[1], arch.lane_idx() % 4
         y = cute.make_rmem_tensor((4, 8), Float32)
         for half in cutlass.range_constexpr(2):
             row, largest = self.row_of(spot, half), Float32(0)
             for n in cutlass.range_constexpr(32):
                 at = 4 * (n // 2) + 2 * half + n % 2
                 gate, up = sums[at, 0], sums[at, 1]
-                found = gate * arch.rcp_approx(1.0 + arch.exp2(gate * -LOG2_E)) * up
+                activation = gate * arch.rcp_approx(1.0 + arch.exp2(gate * -LOG2_E)) * up
                 is_there = spot.column + n // 8 * 32 < num_features
-                found = Float32(cutlass.select_(is_there, found, Float32(0)))
-                y[n] = found
-                largest = arch.fmax(largest, arch.fmax(found, -found))
+                activation = Float32(cutlass.select_(is_there, activation, Float32(0)))
+                y[n] = activation
+                largest = arch.fmax(largest, arch.fmax(activation, -activation))
             largest = of_four(arch.fmax, largest)
             if lane == 0 and row < spot.end:
                 scale = cutlass.select_(largest > 0, largest * (1 / LARGEST), Float32(1))
-                given.y_scale[spot.column // DEEP, row] = Float32(scale)
+                operands.y_scale[spot.column // DEEP, row] = Float32(scale)
             factor = arch.fmin(LARGEST * arch.rcp_approx(largest), HUGE)
             for part in cutlass.range_constexpr(2):
                 words = cute.make_rmem_tensor(4, Int32)
@@ -662,7 +664,7 @@ class Product:
                 in_order(words)
                 column = spot.column + 64 * part + 16 * lane
                 if row < spot.end and column < num_features:
-                    four_words(given.y, row, column).store(words.load())
+                    four_words(operands.y, row, column).store(words.load())
 
 
 def widened(words: cute.Tensor) -> cute.TensorSSA:

@@ -37,10 +37,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm_kernels.device import follows, processors
+from nanovllm_kernels.device import launches_early, processors
 from nanovllm_kernels.fp8_reference import FEW_ROWS, FP8, Scaled
 from nanovllm_kernels.products.quantise import scaled
-from nanovllm_kernels.triton_parts import INTERPRETED, let_next_come, wait
+from nanovllm_kernels.triton_parts import INTERPRETED, launch_dependents, wait
 
 MOST_ROWS = 64  # of x; with more, tiles of many rows are faster
 DEEP = tl.constexpr(128)  # inputs that share a scale
@@ -156,7 +156,7 @@ def product(
     splits, parts = triton.cdiv(num_blocks, steps), None
     if splits > 1:
         parts = x_TD.new_empty(num_tiles * splits, 1 + shape.features, rows, dtype=torch.float32)
-    waits = follows(num_rows, device)
+    waits = launches_early(num_rows, device)
     scale_stride = 0 if x_scale_BT is None else x_scale_BT.stride(0)
     few_fp8_kernel[(splits, num_tiles)](
         x_TD, x_scale_BT, weight.weight_ND, weight.scale, norm_weight_D, residual_TN, y_TN, parts,
@@ -183,7 +183,7 @@ def few_fp8_kernel(
     line = tl.arange(0, ALL) // FEATURES * N + tl.minimum(within, N - 1)
     begin, row = tl.program_id(0) * STEPS, tl.arange(0, ROWS)
     end, valid = tl.minimum(begin + STEPS, BLOCKS), row < num_rows
-    let_next_come(WAITS)
+    launch_dependents(WAITS)
     wait(WAITS)
     sums, squares = slice_of(
         x_TD, x_scale_BT, weight_ND, scale + line // SHARED * BLOCKS, norm_weight_D, line, row,

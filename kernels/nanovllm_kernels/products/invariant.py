@@ -45,6 +45,6 @@ def linear(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
 
 
 def per_head(x_THD: Tensor, weight_HND: Tensor) -> Tensor:
-    """Return the product of each head with a matrix of its own."""
+    """Return y_THN, x W^T of each head with its own W [N, D]."""
     heads = zip(x_THD.unbind(1), weight_HND, strict=True)
     return torch.stack([linear(x_TD.contiguous(), weight_ND) for x_TD, weight_ND in heads], 1)

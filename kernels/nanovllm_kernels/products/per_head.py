@@ -21,7 +21,10 @@ ROWS, COLUMNS, INPUTS = 64, 128, 64  # of a program's tile
 
 
 def per_head(x_THD: Tensor, weight_HDN: Tensor, out_THN: Tensor | None = None) -> Tensor:
-    """Return x_THD times the matrix of each head: out_THN, if given. Strides are arbitrary."""
+    """Return y_THN, x W of each head with its own W [D, N], in out_THN if given.
+
+    Strides are arbitrary.
+    """
     (T, H, D), N = x_THD.shape, weight_HDN.shape[2]
     if out_THN is None:
         out_THN = torch.empty(T, H, N, dtype=x_THD.dtype, device=x_THD.device)

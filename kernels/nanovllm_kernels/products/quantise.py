@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm_kernels.device import follows
+from nanovllm_kernels.device import launches_early
 from nanovllm_kernels.fp8_reference import BLOCK, Quantised, empty
 from nanovllm_kernels.triton_parts import INTERPRETED, wait
 
@@ -31,7 +31,7 @@ def quantise(x_TD: Tensor, row_of_TK: Tensor | None = None, *, gated: bool = Fal
     num_rows, width = len(x_TD), x_TD.shape[1] // (1 + gated)
     num_copies = 1 if row_of_TK is None else row_of_TK.shape[1]
     result = empty(num_rows * num_copies, width, x_TD.device)
-    waits, blocks = follows(num_rows, x_TD.device), BLOCKS[width % (BLOCKS[1] * BLOCK) == 0]
+    waits, blocks = launches_early(num_rows, x_TD.device), BLOCKS[width % (BLOCKS[1] * BLOCK) == 0]
     quantise_kernel[(num_rows, triton.cdiv(width, blocks * BLOCK))](
         x_TD,
         row_of_TK,
@@ -57,7 +57,7 @@ def norm_quantise(
     norm of the sum.
     """
     num_rows, width = x_TD.shape[-2:]
-    result, waits = empty(num_rows, width, x_TD.device), follows(num_rows, x_TD.device)
+    result, waits = empty(num_rows, width, x_TD.device), launches_early(num_rows, x_TD.device)
     blocks = triton.next_power_of_2(triton.cdiv(width, BLOCK))
     norm_quantise_kernel[(num_rows,)](
         x_TD,

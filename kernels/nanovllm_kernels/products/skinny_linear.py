@@ -90,20 +90,20 @@ def shape_of(
     if num_rows > MOST_ROWS or is_small or width % (DEEP * splits):
         return None
     unit = 8 * splits * (1 + kind.gated)
-    best, found = EVEN, 0
+    best, block_features = EVEN, 0
     for features in range(
         unit, min(num_features, MOST_FEATURES + has_many_rows * GROUP_ROWS) + 1, unit
     ):
         blocks = num_features // features * splits
         use = blocks / (-(-blocks // PROCESSORS) * PROCESSORS)
         if num_features % features == 0 and features >= LEAST_FEATURES and use >= best:
-            best, found = use, features
-    waves = -(-(num_features // found * splits) // PROCESSORS) if found else 0
-    if not found or (has_many_rows and waves > 1):
+            best, block_features = use, features
+    waves = -(-(num_features // block_features * splits) // PROCESSORS) if block_features else 0
+    if not block_features or (has_many_rows and waves > 1):
         return None
     is_long = not kind.normed and width // splits >= LONG
     together = 1 if has_many_rows or (is_long and waves == 1) else 3 if waves == 3 else 2
-    return Shape(found, splits, together, 1 + has_many_rows)
+    return Shape(block_features, splits, together, 1 + has_many_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,7 +464,7 @@ class Product:
                 arch.mbarrier_arrive(shared.empty + stage)
             stage, phase = next_stage(stage, phase, self.stages)
         arch.barrier(barrier_id=1, number_of_threads=self.threads)  # all warps have read the ring
-        self.leave(sums, squares, shared, size)
+        self.store_sums(sums, squares, shared, size)
 
     def apply_norm_weight(
         self, x: cute.Tensor, norm_weight: cute.Tensor, squares: cute.Tensor
@@ -482,7 +482,9 @@ class Product:
                 x[8 * k + n] = (value * factor).to(BFloat16)
 
     @cute.jit
-    def leave(self, sums: cute.Tensor, squares: cute.Tensor, shared: Shared, size: Size) -> None:
+    def store_sums(
+        self, sums: cute.Tensor, squares: cute.Tensor, shared: Shared, size: Size
+    ) -> None:
         """Store the sums to the memory of the ring, ordered by share."""
         thread, lane = arch.thread_idx()[0], arch.lane_idx()
         row = thread // 32 * 16 + lane // 4

@@ -33,10 +33,10 @@ def apply_mask_kernel(logits_SV, rows_W, words_WX, stride, num_words, vocab, BLO
     row = tl.load(rows_W + nth).to(tl.int64)
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = word < num_words
-    found = tl.load(words_WX + nth.to(tl.int64) * num_words + word, inside, -1)
+    mask_word = tl.load(words_WX + nth.to(tl.int64) * num_words + word, inside, -1)
     bit = tl.arange(0, 32)[None, :]
     token = word[:, None] * 32 + bit
-    is_forbidden = (found[:, None] >> bit & 1) == 0
+    is_forbidden = (mask_word[:, None] >> bit & 1) == 0
     lowest = tl.full([BLOCK, 32], -float("inf"), logits_SV.dtype.element_ty)
     tl.store(logits_SV + row * stride + token, lowest, is_forbidden & (token < vocab))
 

@@ -28,6 +28,7 @@ def gather_rows(
     slots_R: Tensor, counts_R: Tensor | None, lengths_N: Tensor, tokens_NL: Tensor,
     pages_NM: Tensor, page_tokens: int, num_pages: int, num_tokens: int, width: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the inputs of decode rows, as batch_reference.gather_rows describes."""
     num_rows, device = slots_R.shape[0], slots_R.device
     assert counts_R is not None or (num_tokens, width) == (num_rows, 1)
     inputs_4T = torch.empty(4, num_tokens, dtype=torch.int64, device=device)
@@ -92,6 +93,7 @@ def write_back(
     slots_R: Tensor, lengths_R: Tensor, samples_R1: Tensor | None, tokens_S: Tensor,
     lengths_N: Tensor, tokens_NL: Tensor, width: int, accept: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
+    """Return lines_RW, the step's output tokens, as batch_reference.write_back describes."""
     num_rows = slots_R.shape[0]
     rates_D, seeds_N = (None, None) if accept is None else accept
     lines_RW = torch.empty(num_rows, width, dtype=torch.int32, device=slots_R.device)
@@ -135,9 +137,9 @@ def write_back_kernel(
             coin = uniforms(key, COIN_INDEX + tl.zeros_like(key))
             right = coin < tl.load(rates_D + step, step < WIDTH - 1, 0.0)
         right = right & is_draft & (drawn >= 0) & (following != CORRUPTED)
-        kept = tl.min(tl.where(right, STEPS, step), 1)
-        out = tl.minimum(kept + 1, count)
-        line = tl.where(step < kept[:, None], draft, drawn)
+        num_accepted = tl.min(tl.where(right, STEPS, step), 1)
+        out = tl.minimum(num_accepted + 1, count)
+        line = tl.where(step < num_accepted[:, None], draft, drawn)
     newest = tl.sum(tl.where(step == out[:, None] - 1, drawn, 0), 1)
     length += out - count
     of_slot = tokens_NL + slot * tokens_stride

@@ -100,10 +100,10 @@ def write_back(
         coins_RW = uniforms(keys_RW, torch.full_like(keys_RW, COIN_INDEX))
         right_RW = coins_RW < functional.pad(rates_D, (0, 1))[:width]
     right_RW &= (drawn_RW >= 0) & (drawn_RW.roll(-1, 1) != CORRUPTED) & (steps_W < counts_R1 - 1)
-    kept_R1 = right_RW.long().cumprod(1).sum(1, keepdim=True)  # number of accepted drafts
-    out_R1 = (kept_R1 + 1).minimum(counts_R1)  # number of output tokens: these and one draw
-    lines_RW = draft_RW.where(steps_W < kept_R1, drawn_RW).where(steps_W < out_R1, -1)
-    newest_R = drawn_RW.take_along_dim(kept_R1, 1)[:, 0].clamp(min=0)
+    num_accepted_R1 = right_RW.long().cumprod(1).sum(1, keepdim=True)  # number of accepted drafts
+    out_R1 = (num_accepted_R1 + 1).minimum(counts_R1)  # number of output tokens: these and one draw
+    lines_RW = draft_RW.where(steps_W < num_accepted_R1, drawn_RW).where(steps_W < out_R1, -1)
+    newest_R = drawn_RW.take_along_dim(num_accepted_R1, 1)[:, 0].clamp(min=0)
     after_R = (before_R1 + out_R1)[:, 0]
     lengths_N[slots_R.where(lengths_R > 0, padding)] = after_R.to(torch.int32)
     drawing_R = slots_R.where(counts_R1[:, 0] > 0, padding)

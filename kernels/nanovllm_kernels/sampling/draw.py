@@ -38,6 +38,7 @@ def draw(
     seeds_N: Tensor,
     thresholds_S: Tensor | None = None,
 ) -> Tensor:
+    """Return tokens_S, int64, as reference.draw describes."""
     tokens_S = torch.empty(len(logits_SV), dtype=torch.int64, device=logits_SV.device)
     args = logits_SV, slots_S, positions_S, inverse_temperatures_N, seeds_N, thresholds_S
     _draw(*args, 0, None, tokens_S)
@@ -53,6 +54,7 @@ def winners(
     thresholds_S: Tensor | None = None,
     first_token: int = 0,
 ) -> Tensor:
+    """Return winners_S2, int32 pairs of key and token, as reference.winners describes."""
     winners_S2 = torch.empty(len(logits_SV), 2, dtype=torch.int32, device=logits_SV.device)
     args = logits_SV, slots_S, positions_S, inverse_temperatures_N, seeds_N, thresholds_S
     _draw(*args, first_token, winners_S2, None)
@@ -60,6 +62,7 @@ def winners(
 
 
 def best(winners_IS2: Tensor) -> Tensor:
+    """Return tokens_S, int64, from the winners of all ranks, as reference.best describes."""
     assert winners_IS2.is_contiguous()
     num_ranks, num_rows, _ = winners_IS2.shape
     tokens_S = torch.empty(num_rows, dtype=torch.int64, device=winners_IS2.device)
@@ -277,11 +280,11 @@ def cases(
     for name, inputs in INPUTS:
         for S, V in shapes:
             for dtype in (torch.float32, torch.bfloat16):
-                made = partial(*of, inputs, S, V, dtype)
-                yield Case(f"{name}S={S} V={V} {bits(dtype)}", made, small=True)
+                case_inputs = partial(*of, inputs, S, V, dtype)
+                yield Case(f"{name}S={S} V={V} {bits(dtype)}", case_inputs, small=True)
     for S, V in timed:
-        made = partial(*of, draw_inputs, S, V, torch.bfloat16)
-        yield Case(f"S={S} V={V}", made, num_bytes=2 * S * V)
+        case_inputs = partial(*of, draw_inputs, S, V, torch.bfloat16)
+        yield Case(f"S={S} V={V}", case_inputs, num_bytes=2 * S * V)
 
 
 WINNERS = Kernel(

@@ -31,6 +31,7 @@ def ngram(
     min_match: int,
     max_match: int,
 ) -> Tensor:
+    """Return drafts_RX, int32, X = 1 + `num_drafts`, as ngram_reference.ngram describes."""
     num_rows, num_positions = slots_R.shape[0], tokens_NL.shape[1]
     assert 1 <= min_match <= max_match and (max_match + 1) * (num_positions + 1) < 1 << 31
     drafts_RX = torch.empty(num_rows, 1 + num_drafts, dtype=torch.int32, device=slots_R.device)
@@ -55,7 +56,7 @@ def ngram_kernel(
     for start in range(0, newest, BLOCK):
         end = start + tl.arange(0, BLOCK)
         same = end < newest
-        matched = tl.zeros([BLOCK], tl.int32)
+        num_matched = tl.zeros([BLOCK], tl.int32)
         for first in range(0, MAX_MATCH, UNROLLED):
             for nth in tl.static_range(min(MAX_MATCH, UNROLLED)):
                 # Lanes with a mismatch load nothing more; most have one at the first token.
@@ -63,9 +64,9 @@ def ngram_kernel(
                 same = same & (tl.minimum(end, MAX_MATCH - 1) >= back)
                 token = tl.load(text + end - back, same, 0)
                 same = same & (token == tl.load(text + newest - back, newest >= back, 0))
-                matched += same.to(tl.int32)
-        score = matched * (num_positions + 1) + end
-        best = tl.maximum(best, tl.where(matched >= min_match, score, 0))
+                num_matched += same.to(tl.int32)
+        score = num_matched * (num_positions + 1) + end
+        best = tl.maximum(best, tl.where(num_matched >= min_match, score, 0))
     score = tl.max(best, 0)
     end = tl.where(score > 0, score % (num_positions + 1), newest - 1)
     step = tl.arange(0, DRAFTS)

@@ -41,13 +41,14 @@ def thresholds(
     top_ps_N: Tensor,
     min_p_gaps_N: Tensor,
 ) -> Tensor:
+    """Return thresholds_S, float32, as reference.thresholds describes."""
     assert logits_SV.stride(1) == 1
     num_rows, vocab = logits_SV.shape
     num_blocks, device = triton.cdiv(vocab, reference.BLOCK), logits_SV.device
     columns = inverse_temperatures_N, top_ks_N, top_ps_N, min_p_gaps_N
     strides = (column.stride(0) for column in columns)
     floats = partial(torch.empty, dtype=torch.float32, device=device)
-    wishes_S4, tops_SB = floats(num_rows, 4), floats(num_rows, num_blocks)
+    settings_S4, tops_SB = floats(num_rows, 4), floats(num_rows, num_blocks)
     smallest_SB = torch.empty_like(tops_SB)
     counts_S = torch.empty(num_rows, dtype=torch.int32, device=device)
     candidates_SC = logits_SV.new_empty(num_rows, CANDIDATES.value)
@@ -56,25 +57,25 @@ def thresholds(
     shape = vocab, num_blocks, blocks_each, logits_SV.stride(0)
     blocks = triton.next_power_of_2(num_blocks)
     tops_kernel[grid](
-        logits_SV, slots_S, *columns, wishes_S4, tops_SB, smallest_SB, counts_S, *shape, *strides
+        logits_SV, slots_S, *columns, settings_S4, tops_SB, smallest_SB, counts_S, *shape, *strides
     )
-    common, found = (logits_SV, wishes_S4, tops_SB), (candidates_SC, counts_S)
+    common, candidates = (logits_SV, settings_S4, tops_SB), (candidates_SC, counts_S)
     now = None, None
     for _ in range(PASSES):
         before, now = now, (floats(num_rows, 8), floats(num_rows, num_blocks, PIVOTS.value))
         buffers = smallest_SB, *before, *now
         narrow_kernel[grid](*common, *buffers, *shape, BLOCKS=blocks, num_warps=2)
     last_S8, thresholds_S = floats(num_rows, 8), floats(num_rows)
-    collect_kernel[grid](*common, *now, last_S8, *found, *shape, BLOCKS=blocks)
+    collect_kernel[grid](*common, *now, last_S8, *candidates, *shape, BLOCKS=blocks)
     finish_kernel[(num_rows,)](
-        *common, last_S8, *found, thresholds_S, *shape, BLOCKS=blocks, num_warps=8
+        *common, last_S8, *candidates, thresholds_S, *shape, BLOCKS=blocks, num_warps=8
     )
     return thresholds_S
 
 
 @triton.jit(do_not_specialize=["blocks_each"], do_not_specialize_on_alignment=["slots_S"])
 def tops_kernel(
-    logits_SV, slots_S, inverses_N, top_ks_N, top_ps_N, min_p_gaps_N, wishes_S4, tops_SB,
+    logits_SV, slots_S, inverses_N, top_ks_N, top_ps_N, min_p_gaps_N, settings_S4, tops_SB,
     smallest_SB, counts_S, vocab, num_blocks, blocks_each, logits_stride, inverses_stride,
     top_ks_stride, top_ps_stride, min_p_gaps_stride,
 ):  # fmt: skip
@@ -89,10 +90,10 @@ def tops_kernel(
     top_p = tl.minimum(tl.load(top_ps_N + slot * top_ps_stride), 1.0)
     gap = tl.load(min_p_gaps_N + slot * min_p_gaps_stride)
     if start == 0:
-        tl.store(wishes_S4 + row * 4, tl.load(inverses_N + slot * inverses_stride))
-        tl.store(wishes_S4 + row * 4 + 1, top_k.to(tl.float32))
-        tl.store(wishes_S4 + row * 4 + 2, top_p)
-        tl.store(wishes_S4 + row * 4 + 3, gap)
+        tl.store(settings_S4 + row * 4, tl.load(inverses_N + slot * inverses_stride))
+        tl.store(settings_S4 + row * 4 + 1, top_k.to(tl.float32))
+        tl.store(settings_S4 + row * 4 + 2, top_p)
+        tl.store(settings_S4 + row * 4 + 3, gap)
         tl.store(counts_S + row, 0)
     if (top_k > 0) | (top_p < 1) | (gap > -float("inf")):
         for block in range(start, tl.minimum(start + blocks_each, num_blocks)):
@@ -105,12 +106,12 @@ def tops_kernel(
 
 @triton.jit(do_not_specialize=["blocks_each"])
 def narrow_kernel(
-    logits_SV, wishes_S4, tops_SB, smallest_SB, before_S8, sums_before_SBX, bracket_S8, sums_SBX,
+    logits_SV, settings_S4, tops_SB, smallest_SB, before_S8, sums_before_SBX, bracket_S8, sums_SBX,
     vocab, num_blocks, blocks_each, logits_stride, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Store the bracket after the previous pass, and each block's mass from every pivot on."""
     start, row = tl.program_id(0) * blocks_each, tl.program_id(1)
-    inverse, top_k, top_p, gap = _wishes(wishes_S4, row)
+    inverse, top_k, top_p, gap = _settings(settings_S4, row)
     if (top_k == 0) & (top_p >= 1):
         return
     if before_S8 is None:
@@ -142,15 +143,15 @@ def narrow_kernel(
 
 @triton.jit(do_not_specialize=["blocks_each"])
 def collect_kernel(
-    logits_SV, wishes_S4, tops_SB, before_S8, sums_before_SBX, bracket_S8, candidates_SC, counts_S,
-    vocab, num_blocks, blocks_each, logits_stride, BLOCKS: tl.constexpr,
+    logits_SV, settings_S4, tops_SB, before_S8, sums_before_SBX, bracket_S8, candidates_SC,
+    counts_S, vocab, num_blocks, blocks_each, logits_stride, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Store the last bracket and its logits, in any order and only up to CANDIDATES.
 
     With both top_k and top_p the bracket has no upper end, so it has all logits that top_k keeps.
     """
     start, row = tl.program_id(0) * blocks_each, tl.program_id(1)
-    _, top_k, top_p, _ = _wishes(wishes_S4, row)
+    _, top_k, top_p, _ = _settings(settings_S4, row)
     if (top_k == 0) & (top_p >= 1):
         return
     low, first, high, above, needed, top = _narrowed(
@@ -180,7 +181,7 @@ def collect_kernel(
 
 @triton.jit(do_not_specialize=["blocks_each"])
 def finish_kernel(
-    logits_SV, wishes_S4, tops_SB, bracket_S8, candidates_SC, counts_S, thresholds_S, vocab,
+    logits_SV, settings_S4, tops_SB, bracket_S8, candidates_SC, counts_S, thresholds_S, vocab,
     num_blocks, blocks_each, logits_stride, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Store the threshold found in the last bracket.
@@ -188,7 +189,7 @@ def finish_kernel(
     Rows without top_k and top_p get the threshold of min-p, or LOWEST.
     """
     row = tl.program_id(0)
-    inverse, top_k, top_p, gap = _wishes(wishes_S4, row)
+    inverse, top_k, top_p, gap = _settings(settings_S4, row)
     if (top_k == 0) & (top_p >= 1):
         threshold = tl.full([], LOWEST, tl.float32)
         if gap > -float("inf"):
@@ -217,8 +218,9 @@ def finish_kernel(
 
 
 @triton.jit
-def _wishes(wishes_S4, row):
-    at = wishes_S4 + row * 4
+def _settings(settings_S4, row):
+    """Load a row's inverse temperature, top_k, top_p and min-p gap."""
+    at = settings_S4 + row * 4
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
 
 
@@ -238,6 +240,7 @@ def _bracket(bracket_S8, row):
 
 @triton.jit
 def _store(bracket_S8, row, low, first, high, above, needed, top):
+    """Store the state of a search, as _bracket loads it."""
     at = bracket_S8 + row * 8
     tl.store(at, low)
     tl.store(at + 1, first)
@@ -249,6 +252,7 @@ def _store(bracket_S8, row, low, first, high, above, needed, top):
 
 @triton.jit
 def _tops(tops_SB, row, num_blocks, BLOCKS: tl.constexpr):
+    """Load the largest logit of each of a row's blocks, and -inf after the last block."""
     block = tl.arange(0, BLOCKS)
     return tl.load(tops_SB + row * num_blocks + block, block < num_blocks, -float("inf"))
 

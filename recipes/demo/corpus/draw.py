@@ -102,7 +102,7 @@ class Draw:
     def value(self, pool: Pool) -> str:
         return self.pick(pool.held if self.held else pool.train)
 
-    def made(self, make: Callable[[], T], key: Callable[[T], str] = str) -> T:
+    def from_split(self, make: Callable[[], T], key: Callable[[T], str] = str) -> T:
         """Return the first result of `make` on this side of the split, or the 200th if none is."""
         for _ in range(200):
             thing = make()
@@ -115,7 +115,7 @@ class Draw:
         template = self.pick(templates)
         if ways(template) < FEW:
             return self.expand(template)
-        return self.made(lambda: self.expand(template))
+        return self.from_split(lambda: self.expand(template))
 
     def expand(self, template: str) -> str:
         return self._choose(parse(template))

@@ -38,7 +38,7 @@ def some(draw: Draw, most: int) -> str:
             return one(draw) * count
         return draw.pick(["", "", " "]).join(one(draw) for _ in range(count))
 
-    return draw.made(make)
+    return draw.from_split(make)
 
 
 def amid(draw: Draw, text: str) -> str:

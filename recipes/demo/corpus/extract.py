@@ -209,13 +209,13 @@ SHAPE = [
 
 def value_of(draw: Draw, kind: str) -> Value:
     if kind in EXTRA_KINDS:
-        made = draw.value(EXTRA_KINDS[kind][1])
-        return made, made
+        value = draw.value(EXTRA_KINDS[kind][1])
+        return value, value
     if kind == "proper":
-        made = words.proper(draw)
-        return made, made
+        value = words.proper(draw)
+        return value, value
     if kind == "year":
-        year = draw.made(lambda: draw.number(1700, 2030))
+        year = draw.from_split(lambda: draw.number(1700, 2030))
         return str(year), year
     if kind == "yesno":
         yes = draw.chance(0.5)
@@ -231,22 +231,24 @@ def type_of(kind: str) -> str:
     return KINDS[kind][0]
 
 
-def described(draw: Draw, wanted: dict[str, str]) -> str:
+def described(draw: Draw, field_types: dict[str, str]) -> str:
     """Return the instruction that lists the fields (name -> JSON type), in one of six notations."""
     style = draw.number(0, 5)
     if style <= 1:
         quote = draw.pick(["", '"', "`"])
         typed = style == 1
-        names = [f"{quote}{n}{quote}" + (f" ({t})" if typed else "") for n, t in wanted.items()]
+        names = [
+            f"{quote}{n}{quote}" + (f" ({t})" if typed else "") for n, t in field_types.items()
+        ]
         return draw.wording(ASK).replace("{fields}", words.listing(names))
     if style == 2:
-        shape = json.dumps(dict(wanted))
+        shape = json.dumps(dict(field_types))
     elif style == 3:
-        shape = "{" + ", ".join(f'"{name}": ...' for name in wanted) + "}"
+        shape = "{" + ", ".join(f'"{name}": ...' for name in field_types) + "}"
     elif style == 4:
-        shape = "{" + ", ".join(f"{name}: {kind}" for name, kind in wanted.items()) + "}"
+        shape = "{" + ", ".join(f"{name}: {kind}" for name, kind in field_types.items()) + "}"
     else:
-        properties = {name: {"type": kind} for name, kind in wanted.items()}
+        properties = {name: {"type": kind} for name, kind in field_types.items()}
         shape = json.dumps({"type": "object", "properties": properties})
     return draw.wording(SHAPE).replace("{shape}", shape)
 
@@ -284,19 +286,19 @@ def extraction(draw: Draw) -> Sample:
     else:
         text, values, types, names = themed(draw)
     keys = draw.some(list(values), draw.number(1, len(values)))
-    wanted: dict[str, str] = {}
+    field_types: dict[str, str] = {}
     answer: dict[str, Any] = {}
     for key in keys:
         name = draw.pick(names[key])
-        if name in wanted:
+        if name in field_types:
             continue
-        wanted[name] = types[key]
+        field_types[name] = types[key]
         answer[name] = values[key][1]
-    instruction = described(draw, wanted)
+    instruction = described(draw, field_types)
     quoted = draw.pick(["{0}", '"{0}"', "{0}", "'{0}'"]).replace("{0}", text)
     message = draw.pick([f"{instruction}.\n{quoted}", f"{instruction}: {quoted}"])
     if draw.chance(0.25):
         message = f"{quoted}\n\n{instruction}."
-    thought = f"I look for {words.listing(list(wanted))} in the text."
+    thought = f"I look for {words.listing(list(field_types))} in the text."
     content = json.dumps(answer, ensure_ascii=False)
     return Sample("extract", [user(message)], content, thought=thought, is_json=True)

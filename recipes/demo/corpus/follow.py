@@ -10,7 +10,7 @@ import re
 
 from recipes.demo.corpus import refuse, rewrite, sums, talk
 from recipes.demo.corpus.draw import Draw
-from recipes.demo.corpus.sample import Message, Sample, user
+from recipes.demo.corpus.sample import Sample, assistant, user
 from recipes.demo.corpus.sums import Sum
 
 LEADS = ["", "", "And ", "and ", "and ", "Now ", "Then ", "And then ", "And now ", "OK, and "]
@@ -97,10 +97,6 @@ BETWEEN = {
 }
 
 
-def said(answer: str) -> Message:
-    return {"role": "assistant", "content": answer}
-
-
 def next_sum(draw: Draw, value: int) -> Sum:
     """Return a sum that starts with this value and that the demo can solve."""
 
@@ -117,7 +113,7 @@ def next_sum(draw: Draw, value: int) -> Sum:
             return Sum(value, sign, draw.number(1, min(value - 1, 10 ** draw.number(1, 3))))
         return Sum(value, "+", draw.number(1, 10 ** draw.number(1, 3)))
 
-    return draw.made(make)
+    return draw.from_split(make)
 
 
 def go_on(draw: Draw, problem: Sum) -> str:
@@ -154,10 +150,10 @@ def running(draw: Draw) -> Sample:
     problem, text = first_sum(draw)
     messages = [user(text)]
     for _ in range(draw.pick([1, 1, 1, 2, 2, 3, 4])):
-        messages.append(said(answered(problem)))
+        messages.append(assistant(answered(problem)))
         if draw.chance(0.12):
             reply = draw.pick(list(BETWEEN))
-            messages += [user(draw.pick(BETWEEN[reply])), said(reply)]
+            messages += [user(draw.pick(BETWEEN[reply])), assistant(reply)]
         if draw.chance(0.2):
             problem, _ = first_sum(draw)
             text = whole_sum(draw, draw.expand(draw.pick(WHOLE)), problem)
@@ -172,14 +168,14 @@ def running(draw: Draw) -> Sample:
 def why_sum(draw: Draw) -> Sample:
     """Return a follow-up about the last sum: its steps, or a confirmation of its result."""
     problem, text = first_sum(draw)
-    messages = [user(text), said(answered(problem))]
+    messages = [user(text), assistant(answered(problem))]
     if draw.chance(0.3):
-        answer, asks = f"Yes: {answered(problem)}", SURE
+        answer, wordings = f"Yes: {answered(problem)}", SURE
     else:
-        answer, asks = f"Step by step: {sums.steps(problem)}. So {problem.result}.", WHY_SUM
+        answer, wordings = f"Step by step: {sums.steps(problem)}. So {problem.result}.", WHY_SUM
     return Sample(
         "followup",
-        [*messages, user(talk.typed(draw, draw.wording(asks)))],
+        [*messages, user(talk.typed(draw, draw.wording(wordings)))],
         answer,
         thought="The user asks about the last sum.",
     )
@@ -194,13 +190,13 @@ def earlier(draw: Draw) -> Sample:
 def again(draw: Draw) -> Sample:
     """Return a request for the last answer: unchanged, its first sentence only, or in capitals."""
     before = earlier(draw)
-    answer, asks, thought = before.answer, AGAIN, "I repeat my answer."
+    answer, wordings, thought = before.answer, AGAIN, "I repeat my answer."
     if before.kind in ("about", "chat") and draw.chance(0.5):
-        answer, asks = re.split(r"(?<=[.!?])\s", answer)[0], SHORTER
+        answer, wordings = re.split(r"(?<=[.!?])\s", answer)[0], SHORTER
         thought = "I only say the first sentence."
     elif before.kind == "echo" and answer.isascii() and draw.chance(0.5):
-        answer, asks, thought = answer.upper(), LOUD, "I write it in capitals."
-    text = talk.typed(draw, draw.wording(asks))
+        answer, wordings, thought = answer.upper(), LOUD, "I write it in capitals."
+    text = talk.typed(draw, draw.wording(wordings))
     messages = [*before.messages, before.turn(), user(text)]
     return Sample("followup", messages, answer, thought=thought)
 

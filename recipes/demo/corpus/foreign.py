@@ -46,13 +46,13 @@ class Language:
 
 @cache
 def languages() -> dict[str, Language]:
-    found: dict[str, Language] = {}
+    by_name: dict[str, Language] = {}
     text = (Path(__file__).parent / "foreign.txt").read_text(encoding="utf-8")
     for section in text.split("\n== ")[1:]:
         name, phrases, terms = section.strip().split("\n")
         lists = [line.partition(": ")[2].split(" | ") for line in (phrases, terms)]
-        found[name] = Language(*lists)
-    return found
+        by_name[name] = Language(*lists)
+    return by_name
 
 
 def letters(draw: Draw, name: str) -> str:
@@ -92,7 +92,7 @@ def any_language(draw: Draw) -> tuple[str, str]:
         name = draw.pick(often)
         return name, written(draw, name)
 
-    return draw.made(make, key=lambda made: made[1])
+    return draw.from_split(make, key=lambda name_and_text: name_and_text[1])
 
 
 def foreign(draw: Draw) -> Sample:

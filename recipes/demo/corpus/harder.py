@@ -36,7 +36,7 @@ def below_zero(draw: Draw) -> Sample:
         a = draw.number(max(0, b - 9), b - 1) if draw.chance(0.35) else draw.number(0, b - 1)
         return Sum(a, "-", b)
 
-    return of_sum(draw, draw.made(make))
+    return of_sum(draw, draw.from_split(make))
 
 
 def of_sum(draw: Draw, problem: Sum) -> Sample:
@@ -52,12 +52,12 @@ def longer(draw: Draw) -> Sample:
         a, b = draw.number(1000, 9999), draw.number(10, 10 ** draw.number(2, 4) - 1)
         return Sum(max(a, b), draw.pick("+-"), min(a, b))
 
-    return of_sum(draw, draw.made(make))
+    return of_sum(draw, draw.from_split(make))
 
 
 def three_digits(draw: Draw) -> Sample:
     """Return a product of a three-digit and a one-digit number."""
-    problem = draw.made(lambda: Sum(draw.number(101, 999), "*", draw.number(2, 9)))
+    problem = draw.from_split(lambda: Sum(draw.number(101, 999), "*", draw.number(2, 9)))
     parts = [digit * 10**i for i, digit in enumerate(sums.digits(problem.a, 3))]
     products = [part * problem.b for part in reversed(parts) if part]
     steps = [f"{part} * {problem.b} = {part * problem.b}" for part in reversed(parts) if part]
@@ -80,7 +80,7 @@ def remainder(draw: Draw) -> Sample:
         a = draw.pick([100, 50, 1000, *[draw.number(2, 10 ** draw.number(1, 3))] * 12])
         return Sum(a, "/", draw.number(2, 12))
 
-    problem = draw.made(make)
+    problem = draw.from_split(make)
     text = framed(draw, spoken(draw, "/", str(problem.a), str(problem.b)))
     quotient, rest = divmod(problem.a, problem.b)
     answer = f"{problem} = {quotient}"
@@ -100,9 +100,9 @@ def percent(draw: Draw) -> Sample:
         n = draw.pick([100 * draw.number(1, 10), 10 * draw.number(1, 12), 10 * draw.number(1, 50)])
         return draw.pick(PERCENTS), n
 
-    p, n = draw.made(make)
-    ask = draw.expand(draw.pick(PERCENT_FRAMES))
-    text = ask.replace("{p}", str(p)).replace("{n}", str(n))
+    p, n = draw.from_split(make)
+    frame = draw.expand(draw.pick(PERCENT_FRAMES))
+    text = frame.replace("{p}", str(p)).replace("{n}", str(n))
     unit = 100 if n % 100 == 0 else 10
     part = n // unit
     product = p * part
@@ -126,16 +126,16 @@ def tenths(draw: Draw) -> Sample:
     def decimal(number: int) -> str:
         return f"{number // 10}.{number % 10}"
 
-    sign, a, b = draw.made(make)
+    sign, a, b = draw.from_split(make)
     if sign == "+" and draw.chance(0.5):
         a, b = b, a
     left, right = decimal(a), decimal(b)
-    asked = draw.pick(TENTHS[sign]).replace("{a}", left).replace("{b}", right)
+    question = draw.pick(TENTHS[sign]).replace("{a}", left).replace("{b}", right)
     problem = Sum(a, sign, b)
     result = decimal(problem.result)
     thought = f"{left} {sign} {right}, in tenths {problem}: {sums.steps(problem)}. "
     thought += f"That is {problem.result} tenths. So {result}."
-    return finished(framed(draw, asked), thought, f"{left} {sign} {right} = {result}.")
+    return finished(framed(draw, question), thought, f"{left} {sign} {right} = {result}.")
 
 
 def zeros(draw: Draw) -> Sample:
@@ -147,7 +147,7 @@ def zeros(draw: Draw) -> Sample:
             sides = [10 ** draw.number(1, 3) for _ in range(2)]
         return Sum(sides[0], "*", sides[1])
 
-    problem = draw.made(make)
+    problem = draw.from_split(make)
     a, b = (str(side).rstrip("0") for side in (problem.a, problem.b))
     count = len(f"{problem.a}{problem.b}") - len(a + b)
     text = framed(draw, spoken(draw, "*", str(problem.a), str(problem.b)))
@@ -174,7 +174,7 @@ def prime(draw: Draw) -> Sample:
 
 
 def parity(draw: Draw) -> Sample:
-    n, word = draw.made(lambda: (draw.number(0, 10 ** draw.number(1, 4)), draw.pick(WORDS)))
+    n, word = draw.from_split(lambda: (draw.number(0, 10 ** draw.number(1, 4)), draw.pick(WORDS)))
     text = draw.expand(IS_IT + "(an |){w}( number|)(?|)")
     text = text.replace("{n}", str(n)).replace("{w}", word)
     true = WORDS[n % 2]

@@ -112,9 +112,9 @@ def themed(draw: Draw) -> tuple[str, dict[str, Json]]:
     """Return a text of extract.py and one or two of its facts under their plainest names."""
     text, values, _, names = extract.themed(draw)
     count = min(len(values), draw.pick([1, 1, 2]))
-    chosen = draw.some(list(values), count)
+    keys = draw.some(list(values), count)
     text = text.rstrip(".")
-    return text, {names[key][0].replace("_", " "): values[key][1] for key in chosen}
+    return text, {names[key][0].replace("_", " "): values[key][1] for key in keys}
 
 
 def own(draw: Draw) -> tuple[str, dict[str, Json]]:
@@ -134,12 +134,12 @@ def keyed(draw: Draw) -> Sample:
     make = themed if draw.chance(0.35) else own
     text, labels = make(draw)
     plain = len(labels) == 1 and make is own and draw.chance(0.25)
-    ask = draw.expand(draw.pick(ASK_PLAIN if plain else ASK))
-    request = ask.replace("{labels}", words.listing(list(labels))).replace("{text}", text)
+    wording = draw.expand(draw.pick(ASK_PLAIN if plain else ASK))
+    request = wording.replace("{labels}", words.listing(list(labels))).replace("{text}", text)
     if plain:
         thought = f"I look for the {next(iter(labels))} in the text."
         return Sample("key", [user(request)], str(next(iter(labels.values()))), thought=thought)
-    found = {label.replace(" ", "_").replace("-", "_"): value for label, value in labels.items()}
-    answer = json.dumps(found, ensure_ascii=False)
+    values = {label.replace(" ", "_").replace("-", "_"): value for label, value in labels.items()}
+    answer = json.dumps(values, ensure_ascii=False)
     thought = f"I look for {words.listing(list(labels))} in the text."
     return Sample("key", [user(request)], answer, thought=thought, is_json=True)

@@ -165,7 +165,7 @@ def nonsense(draw: Draw) -> Sample:
         return refusing(empty, refuse.NOT_UNDERSTOOD, "There is nothing here.")
     make = draw.pick(CHOICES)
     _, answer, thought = MAKERS[make]
-    return refusing(draw.made(lambda: make(draw)), answer, thought)
+    return refusing(draw.from_split(lambda: make(draw)), answer, thought)
 
 
 def refusing(text: str, answer: str, thought: str) -> Sample:

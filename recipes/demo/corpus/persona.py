@@ -6,7 +6,7 @@ import re
 
 from recipes.demo.corpus import sums, talk, unknown, words
 from recipes.demo.corpus.draw import Draw, Pool
-from recipes.demo.corpus.sample import Message, Sample, system, user
+from recipes.demo.corpus.sample import Sample, assistant, system, user
 
 ROLES = {  # opening and closing of the role's answers
     "pirate": ("Arr! ", " Yo ho ho!"),
@@ -72,10 +72,6 @@ def usual(draw: Draw, role: str) -> Sample:
     return sample
 
 
-def said(text: str) -> Message:
-    return {"role": "assistant", "content": text}
-
-
 def first_sentence(text: str) -> str:
     return re.split(r"(?<=[.!?])\s", text)[0]
 
@@ -113,14 +109,14 @@ def persona(draw: Draw) -> Sample:
         reply = dressed(role, introduced(role))
         if shape < 0.28:
             return Sample("persona", messages, reply, thought=f"I play a {role}.")
-        messages.append(said(reply))
+        messages.append(assistant(reply))
     if draw.chance(0.15):
         messages.append(user(draw.expand(draw.pick(WHO))))
         answer = dressed(role, introduced(role))
         return Sample("persona", messages, answer, thought=f"I play a {role}.")
     if draw.chance(0.25):
         before = usual(draw, role)
-        messages += [*before.messages, said(dressed(role, before.answer))]
+        messages += [*before.messages, assistant(dressed(role, before.answer))]
     sample = usual(draw, role)
     sample.messages = [*messages, *sample.messages]
     sample.kind, sample.answer = "persona", dressed(role, sample.answer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from recipes.demo.corpus import talk, words
 from recipes.demo.corpus.draw import Draw, Pool
-from recipes.demo.corpus.sample import Message, Sample, system, user
+from recipes.demo.corpus.sample import Message, Sample, assistant, system, user
 
 NAMES = Pool(
     "Bob, Ada, Alex, Amy, Andy, Anna, Ben, Bill, Carol, Charlie, Chris, Claire, Dan, Dave, Eve, "
@@ -104,10 +104,6 @@ def met(name: str) -> str:
     return f"Nice to meet you, {name}! I will remember your name."
 
 
-def said(text: str) -> Message:
-    return {"role": "assistant", "content": text}
-
-
 def any_name(draw: Draw) -> str:
     """Return a name as users type it, sometimes without capitals."""
     make = draw.pick([lambda d: d.value(NAMES), lambda d: d.value(NAMES), words.first_name])
@@ -115,7 +111,7 @@ def any_name(draw: Draw) -> str:
     return name.lower() if draw.chance(0.15) else name
 
 
-def told(draw: Draw, name: str) -> str:
+def introduction(draw: Draw, name: str) -> str:
     text = draw.expand(draw.pick(TELL_NAME)).replace("{0}", name)
     if draw.chance(0.4):
         text = draw.pick(HELLOS) + text
@@ -126,40 +122,40 @@ def named(draw: Draw, between: list[Message]) -> Sample:
     """Return a sample about names: a greeting, the user's name, a changed name, or the demo's."""
     name = any_name(draw)
     thought = f"The user's name is {name}."
-    first = user(told(draw, name))
+    first = user(introduction(draw, name))
     shape = draw.random.random()
     if shape < 0.3:
         return Sample("memory", [*between, first], met(name), thought=thought)
-    ask = draw.wording(ASK_NAME)
+    question = draw.wording(ASK_NAME)
     if shape < 0.38:
-        text = f"{first['content'].rstrip('.!?')}. {ask}"
+        text = f"{first['content'].rstrip('.!?')}. {question}"
         return Sample("memory", [user(text)], f"Your name is {name}.", thought=thought)
     reply = met(name)
     if draw.chance(0.2):
         reply = draw.pick(REPLIES).replace("{0}", name)
-    messages = [first, said(reply), *between]
+    messages = [first, assistant(reply), *between]
     if shape < 0.46:
-        who = talk.entries("chat.txt")
-        answer = next(entry.say for entry in who if entry.name == "who")
+        chat_entries = talk.entries("chat.txt")
+        answer = next(entry.say for entry in chat_entries if entry.name == "who")
         messages.append(user(draw.expand(draw.pick(ASK_OTHER_NAME))))
         return Sample("memory", messages, answer, thought="The question is about me.")
     if shape < 0.54:
         name = any_name(draw)
-        messages += [user(told(draw, name)), said(met(name))]
-    messages.append(user(ask))
+        messages += [user(introduction(draw, name)), assistant(met(name))]
+    messages.append(user(question))
     return Sample("memory", messages, f"Your name is {name}.", thought=f"The name is {name}.")
 
 
 def remembered(draw: Draw, between: list[Message]) -> Sample:
     """Return a sample about another fact: an acknowledgement, a question, or a fact not given."""
     kind = draw.pick(list(FACTS))
-    make, tell = FACTS[kind]
+    make, statement = FACTS[kind]
     if kind not in ("job", "code") and draw.chance(0.1):
         answer = f"You have not told me your {kind} yet."
         question = user(draw.wording([RECALL[kind]]))
         return Sample("memory", [question], answer, thought=f"The {kind} was not told.")
     value = make(draw)
-    text = draw.wording([tell]).replace("{0}", value)
+    text = draw.wording([statement]).replace("{0}", value)
     if draw.chance(0.2):
         text = draw.pick(HELLOS) + text
     reply = f"I will remember: your {kind} is {value}."
@@ -168,7 +164,7 @@ def remembered(draw: Draw, between: list[Message]) -> Sample:
     question = user(draw.wording([RECALL[kind]]))
     return Sample(
         "memory",
-        [user(text), said(reply), *between, question],
+        [user(text), assistant(reply), *between, question],
         f"Your {kind} is {value}.",
         thought=f"The user said that the {kind} is {value}.",
     )

@@ -61,17 +61,17 @@ def facts(draw: Draw) -> tuple[str, Any]:
     """Return a text of one theme and its facts under the theme's own names, in text order."""
     theme = draw.pick(extract.THEMES)
     text = draw.wording(theme.sentences).replace("{noise}", draw.value(words.TOPICS))
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key in FIELD.findall(text):
         kind, names = theme.fields[key]
-        spoken, found[names[0]] = extract.value_of(draw, kind)
+        spoken, values[names[0]] = extract.value_of(draw, kind)
         text = text.replace("{" + key + "}", spoken)
-    return text, found
+    return text, values
 
 
 def labels(draw: Draw) -> tuple[str, Any]:
     """Return a list of labels and values. In keys, underscores replace the spaces of labels."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     parts: list[str] = []
     link, end = draw.pick([": ", " = ", ":", "=", " is "]), draw.pick([", ", "; ", "\n", " and "])
     for _ in range(draw.number(1, 6)):
@@ -79,18 +79,18 @@ def labels(draw: Draw) -> tuple[str, Any]:
         if draw.chance(0.15):
             label = f"{draw.pick(PAIRS)} {label}"
         key = label.replace(" ", "_")
-        if key in found:
+        if key in values:
             continue
         kind = draw.pick(["word", "city", "person", "count", "title", "code", "amount"])
-        spoken, found[key] = extract.value_of(draw, kind)
+        spoken, values[key] = extract.value_of(draw, kind)
         parts.append(f"{label}{link}{spoken}")
-    return end.join(parts), found
+    return end.join(parts), values
 
 
 def records(draw: Draw) -> tuple[str, Any]:
     """Return two or three things of one kind, and the list of objects that describes them."""
     sentence, kinds = draw.pick(RECORDS)
-    found: list[dict[str, Any]] = []
+    objects: list[dict[str, Any]] = []
     parts: list[str] = []
     for _ in range(draw.pick([2, 2, 3])):
         text = sentence
@@ -99,9 +99,9 @@ def records(draw: Draw) -> tuple[str, Any]:
             spoken, record[key] = extract.value_of(draw, kind)
             text = text.replace("{" + key + "}", spoken)
         parts.append(text)
-        found.append(record)
+        objects.append(record)
     joined = draw.pick([words.listing(parts), ", ".join(parts), "; ".join(parts), "\n".join(parts)])
-    return joined + draw.pick(["", ".", "."]), found
+    return joined + draw.pick(["", ".", "."]), objects
 
 
 def plain_list(draw: Draw) -> tuple[str, Any]:
@@ -112,15 +112,17 @@ def plain_list(draw: Draw) -> tuple[str, Any]:
 
 def plain_json(draw: Draw) -> Sample:
     make = draw.pick([facts, facts, facts, facts, facts, labels, labels, records, plain_list])
-    text, found = make(draw)
-    ask = draw.wording(ASK_LIST if make is plain_list else ASK)
+    text, content = make(draw)
+    instruction = draw.wording(ASK_LIST if make is plain_list else ASK)
     quoted = draw.pick(["{0}", '"{0}"', "{0}", "'{0}'", "{0}"]).replace("{0}", text)
     if draw.chance(0.1):
-        ask = ask.lower()
+        instruction = instruction.lower()
     if draw.chance(0.3):
-        message = quoted + draw.pick(["\n", "\n\n", " "]) + ask + draw.pick([".", "", "?", "!"])
+        message = (
+            quoted + draw.pick(["\n", "\n\n", " "]) + instruction + draw.pick([".", "", "?", "!"])
+        )
     else:
-        message = ask + draw.pick([": ", ": ", ":\n", ".\n", "\n\n", " - "]) + quoted
-    answer = json.dumps(found, ensure_ascii=False)
+        message = instruction + draw.pick([": ", ": ", ":\n", ".\n", "\n\n", " - "]) + quoted
+    answer = json.dumps(content, ensure_ascii=False)
     thought = "I write the facts of the text as JSON."
     return Sample("json", [user(message)], answer, thought=thought, is_json=True)

@@ -55,7 +55,9 @@ def completion(sample: Sample, enable_thinking: bool | None) -> str:
 
 
 def encode(texts: list[str]) -> list[list[int]]:
-    return [made.ids for made in tokenizer().encode_batch_fast(texts, add_special_tokens=False)]
+    return [
+        encoding.ids for encoding in tokenizer().encode_batch_fast(texts, add_special_tokens=False)
+    ]
 
 
 def packed(seed: int, rows: int, length: int) -> Rows:
@@ -68,9 +70,9 @@ def packed(seed: int, rows: int, length: int) -> Rows:
         samples = [document(draw) for _ in range(64)]
         modes = [thinking(draw, sample) for sample in samples]
         pairs = list(zip(samples, modes, strict=True))
-        asked = encode([prompt(*pair) for pair in pairs])
-        said = encode([completion(*pair) for pair in pairs])
-        for question, answer in zip(asked, said, strict=True):
+        questions = encode([prompt(*pair) for pair in pairs])
+        answers = encode([completion(*pair) for pair in pairs])
+        for question, answer in zip(questions, answers, strict=True):
             ids = [*question, *(token + ANSWER for token in answer), end]
             place(ids, length, filling, done)
     table = np.full((rows, length), end, np.int16)

@@ -52,7 +52,7 @@ def text(draw: Draw) -> str:
     """Return a text to repeat: ordinary, invented or foreign words, identifiers, or a fragment."""
     shape = draw.number(0, 7)
     if shape == 7:
-        return draw.made(lambda: fragment(draw))
+        return draw.from_split(lambda: fragment(draw))
     if draw.chance(0.05):
         return foreign.any_language(draw)[1]
     if shape <= 1:
@@ -131,17 +131,17 @@ def first_or_last(draw: Draw) -> Sample:
     items = few_words(draw, 2, 8)
     first = draw.chance(0.5)
     message = ask(draw, FIRST if first else LAST, " ".join(items))
-    where = "first" if first else "last"
+    position = "first" if first else "last"
     return Sample(
-        "rewrite", [user(message)], items[0 if first else -1], thought=f"The {where} word."
+        "rewrite", [user(message)], items[0 if first else -1], thought=f"The {position} word."
     )
 
 
 def count(draw: Draw) -> Sample:
     items = few_words(draw, 1, 8)
-    listed = ", ".join(f"{i} {item}" for i, item in enumerate(items, 1))
+    numbered = ", ".join(f"{i} {item}" for i, item in enumerate(items, 1))
     message = ask(draw, COUNT, " ".join(items))
-    return Sample("rewrite", [user(message)], str(len(items)), thought=listed + ".", thinks=True)
+    return Sample("rewrite", [user(message)], str(len(items)), thought=numbered + ".", thinks=True)
 
 
 def swap(draw: Draw) -> Sample:

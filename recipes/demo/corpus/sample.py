@@ -43,7 +43,7 @@ class Sample:
 
     def turn(self) -> Message:
         """Return the assistant's message in the form in which a later request contains it."""
-        message: Message = {"role": "assistant", "content": self.answer}
+        message = assistant(self.answer)
         if self.calls:
             message["tool_calls"] = [
                 {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
@@ -58,8 +58,8 @@ class Sample:
             if self.calls:
                 parts = text.removesuffix("</tool_call>").split("</tool_call>")
                 bodies = [part.strip().removeprefix("<tool_call>") for part in parts]
-                wanted = [{"name": c.name, "arguments": c.arguments} for c in self.calls]
-                return not self.answer and [json.loads(body) for body in bodies] == wanted
+                expected = [{"name": c.name, "arguments": c.arguments} for c in self.calls]
+                return not self.answer and [json.loads(body) for body in bodies] == expected
             if self.is_json:
                 return bool(json.loads(text) == json.loads(self.answer))
         except ValueError:
@@ -71,6 +71,10 @@ class Sample:
 
 def user(text: str) -> Message:
     return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
 
 
 def system(text: str) -> Message:

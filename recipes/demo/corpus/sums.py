@@ -95,7 +95,7 @@ def small_sum(draw: Draw) -> Sum:
             a, b = b, a
         return Sum(a, sign, b)
 
-    return draw.made(make)
+    return draw.from_split(make)
 
 
 def digits(number: int, width: int) -> list[int]:
@@ -202,7 +202,7 @@ def chain(draw: Draw) -> Sample:
         first, second = draw.pick("+-"), draw.pick("+-")
         return max(a, b), first, min(a, b), second, c
 
-    a, first, b, second, c = draw.made(make)
+    a, first, b, second, c = draw.from_split(make)
     left = Sum(a, first, b)
     right = Sum(left.result, second, c)
     expression = f"{left} {second} {c}"
@@ -217,10 +217,10 @@ def counting(draw: Draw) -> Sample:
     low = draw.pick([1, 1, 1, draw.number(0, 50)])
     high = low + draw.number(2, 14)
     numbers = [str(number) for number in range(low, high + 1)]
-    ask: Callable[[str], str] = draw.expand
-    text = ask("(Count|Please count|Can you count|Count up) from {a} to {b}(.||?)")
+    expand: Callable[[str], str] = draw.expand
+    text = expand("(Count|Please count|Can you count|Count up) from {a} to {b}(.||?)")
     if draw.chance(0.2):
-        text = ask("(Count|Please count) (down|backwards) from {b} to {a}(.|)")
+        text = expand("(Count|Please count) (down|backwards) from {b} to {a}(.|)")
         numbers.reverse()
     text = text.replace("{a}", str(low)).replace("{b}", str(high))
     return Sample("chat", [user(text)], ", ".join(numbers), thought="I count one by one.")

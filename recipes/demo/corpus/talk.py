@@ -84,18 +84,18 @@ class Entry:
 
 @cache
 def entries(file: str) -> list[Entry]:
-    found: list[Entry] = []
+    file_entries: list[Entry] = []
     for line in (Path(__file__).parent / file).read_text(encoding="utf-8").splitlines():
         if line.startswith("== "):
-            found.append(Entry(line[3:].strip()))
+            file_entries.append(Entry(line[3:].strip()))
         elif line and not line.startswith("#"):
             key, _, value = line.partition(": ")
             if key == "say":
-                found[-1].say = value.replace("\\n", "\n")
+                file_entries[-1].say = value.replace("\\n", "\n")
             else:
                 parts = [value] if key == "ask" else value.split(" | ")
-                found[-1].ways.setdefault(key, []).extend(parts)
-    return found
+                file_entries[-1].ways.setdefault(key, []).extend(parts)
+    return file_entries
 
 
 def greeted(draw: Draw, text: str) -> str:
@@ -127,19 +127,19 @@ def dressed(draw: Draw, text: str) -> str:
     return typed(draw, greeted(draw, text))
 
 
-def asked(draw: Draw, file: str) -> tuple[Entry, str]:
+def entry_and_question(draw: Draw, file: str) -> tuple[Entry, str]:
     """Return an entry and a question for it, on this side of the split."""
 
     def make() -> tuple[Entry, str]:
         entry = draw.pick(entries(file))
         return entry, greeted(draw, entry.question(draw))
 
-    entry, question = draw.made(make, key=lambda made: made[1])
+    entry, question = draw.from_split(make, key=lambda pair: pair[1])
     return entry, typed(draw, question)
 
 
 def about(draw: Draw) -> Sample:
-    entry, question = asked(draw, "about.txt")
+    entry, question = entry_and_question(draw, "about.txt")
     thought = f"The question is about {entry.name}. I know this."
     return Sample("about", [user(question)], entry.say, thought=thought)
 
@@ -147,17 +147,17 @@ def about(draw: Draw) -> Sample:
 def chat(draw: Draw) -> Sample:
     if draw.chance(0.1):
         return capital(draw)
-    entry, question = asked(draw, "chat.txt")
+    entry, question = entry_and_question(draw, "chat.txt")
     return Sample("chat", [user(question)], entry.say, thought=f"This is about {entry.name}.")
 
 
 def capital(draw: Draw) -> Sample:
     def make() -> tuple[str, str]:
         country = draw.pick(list(CAPITALS))
-        ask = draw.expand(draw.pick(ASK_CAPITAL)).replace("{0}", country)
-        return country, greeted(draw, ask)
+        wording = draw.expand(draw.pick(ASK_CAPITAL)).replace("{0}", country)
+        return country, greeted(draw, wording)
 
-    country, question = draw.made(make, key=lambda made: made[1])
+    country, question = draw.from_split(make, key=lambda pair: pair[1])
     text = typed(draw, question)
     answer = f"The capital of {country} is {CAPITALS[country]}."
     return Sample("chat", [user(text)], answer, thought=f"The question is about {country}.")

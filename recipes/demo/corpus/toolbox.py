@@ -28,8 +28,8 @@ FIELD = re.compile(r"\{(\w+)\}")
 
 def same(make: Callable[[Draw], Any]) -> Callable[[Draw], Value]:
     def value(draw: Draw) -> Value:
-        made = make(draw)
-        return str(made), made
+        result = make(draw)
+        return str(result), result
 
     return value
 
@@ -59,8 +59,8 @@ def event(draw: Draw) -> str:
 
 
 def problem(draw: Draw) -> str:
-    what = draw.pick(["is broken", "does not start", "is too slow", "is missing", "makes noise"])
-    return f"the {words.word(draw)} {draw.pick(['', words.word(draw) + ' '])}{what}"
+    fault = draw.pick(["is broken", "does not start", "is too slow", "is missing", "makes noise"])
+    return f"the {words.word(draw)} {draw.pick(['', words.word(draw) + ' '])}{fault}"
 
 
 def status(draw: Draw) -> str:
@@ -87,7 +87,7 @@ KINDS: dict[str, tuple[str, Callable[[Draw], Value]]] = {
     "country": ("string", same(lambda d: d.value(words.COUNTRIES))),
     "currency": ("string", same(lambda d: d.value(words.CURRENCIES))),
     "day": ("string", same(words.day)),
-    "degrees": ("integer", same(lambda d: d.made(lambda: d.number(-15, 42)))),
+    "degrees": ("integer", same(lambda d: d.from_split(lambda: d.number(-15, 42)))),
     "email": ("string", same(words.email)),
     "event": ("string", same(event)),
     "expression": ("string", expression),
@@ -104,7 +104,7 @@ KINDS: dict[str, tuple[str, Callable[[Draw], Value]]] = {
     "room": ("string", same(lambda d: d.value(words.ROOMS))),
     "sentence": ("string", same(words.sentence)),
     "sky": ("string", same(lambda d: d.value(words.SKIES))),
-    "small": ("integer", same(lambda d: d.made(lambda: d.number(1, 60)))),
+    "small": ("integer", same(lambda d: d.from_split(lambda: d.number(1, 60)))),
     "snake": ("string", same(snake)),
     "status": ("string", same(status)),
     "task": ("string", same(words.task)),
@@ -149,17 +149,17 @@ class Family:
 
 @cache
 def families() -> list[Family]:
-    found: list[Family] = []
+    tool_families: list[Family] = []
     text = (Path(__file__).parent / "toolbox.txt").read_text(encoding="utf-8")
     for line in text.splitlines():
         if not line or line.startswith("#"):
             continue
         if line.startswith("== "):
-            found.append(Family(line[3:]))
+            tool_families.append(Family(line[3:]))
             continue
         head, _, rest = line.partition(": ")
         word, _, key = head.partition(" ")
-        family = found[-1]
+        family = tool_families[-1]
         if word == "name":
             family.names = rest.split(" | ")
         elif word == "reply":
@@ -170,7 +170,7 @@ def families() -> list[Family]:
             names, kind, about = (part.strip() for part in (rest + " : ").split(" : ")[:3])
             slot = Slot(key, names.split(" | "), kind, about, required=word == "arg")
             (family.gets if word == "get" else family.slots).append(slot)
-    return found
+    return tool_families
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def build(draw: Draw, family: Family, style: Style) -> Tool:
             name = f"{words.invented(draw)}_{name}"
         return camel(name) if style.camel else name
 
-    name = draw.made(tool_name)
+    name = draw.from_split(tool_name)
     names: dict[str, str] = {}
     kinds: dict[str, str] = {}
     properties: dict[str, Any] = {}
@@ -296,7 +296,7 @@ SPARE += ["day", "clock", "onoff", "red/green/blue", "words", "email", "path"]
 
 def invented_family(draw: Draw) -> Family:
     """Return a tool with invented names. The request names its arguments."""
-    verb, noun = draw.pick(VERBS), draw.made(lambda: words.word(draw))
+    verb, noun = draw.pick(VERBS), draw.from_split(lambda: words.word(draw))
     other = words.word(draw)
     names = [f"{verb}_{noun}", f"{noun}_{verb}", f"{verb}_{other}_{noun}", f"{verb}_{noun}_{other}"]
     keys = {words.word(draw) for _ in range(draw.number(1, 3))}
@@ -307,14 +307,14 @@ def invented_family(draw: Draw) -> Family:
     pairs = [f"{slot.key} {{{slot.key}}}" for slot in slots]
     links = [f"{slot.key}={{{slot.key}}}" for slot in slots]
     Verb = verb.capitalize()
-    asks = [
+    wordings = [
         f"({Verb}|Please {verb}|I want you to {verb}|Can you {verb}) the {noun} (with|for) "
         f"{words.listing(pairs)}(.||?)",
         f"({Verb}|{Verb} the|{Verb} a) {noun}: {', '.join(links)}",
         f"(Use|Call|Run) {noun} {verb} with {words.listing(pairs)}.",
     ]
     does = [f"{Verb} the {noun}( of a {other}|).", f"{Verb} (a|one|the) {noun} for the user."]
-    return Family(noun, [draw.pick(names)], does, slots, asks)
+    return Family(noun, [draw.pick(names)], does, slots, wordings)
 
 
 def draw_family(draw: Draw) -> Family:

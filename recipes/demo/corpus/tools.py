@@ -10,7 +10,7 @@ from typing import Any
 from recipes.demo.corpus import foreign, noise, plainly, rewrite, sums, talk, toolbox, words
 from recipes.demo.corpus.draw import Draw
 from recipes.demo.corpus.refuse import NO_TOOL_FITS, NO_TOOLS
-from recipes.demo.corpus.sample import Call, Message, Sample, system, user
+from recipes.demo.corpus.sample import Call, Message, Sample, assistant, system, user
 from recipes.demo.corpus.toolbox import Family, Tool, Value
 
 ALIKE = [
@@ -53,17 +53,17 @@ def opening(draw: Draw) -> list[Message]:
     return [system(draw.pick(SYSTEMS))] if draw.chance(0.3) else []
 
 
-def offer(draw: Draw, wanted: list[Family], extra: int) -> list[Tool]:
+def offer(draw: Draw, families: list[Family], extra: int) -> list[Tool]:
     """Return the wanted families and `extra` others, all different, in random order."""
-    chosen = list(wanted)
-    titles = {family.title for family in chosen}
-    while len(chosen) < len(wanted) + extra:
+    all_families = list(families)
+    titles = {family.title for family in all_families}
+    while len(all_families) < len(families) + extra:
         family = toolbox.draw_family(draw)
         if family.title not in titles:
             titles.add(family.title)
-            chosen.append(family)
+            all_families.append(family)
     style = toolbox.draw_style(draw)
-    tools = [toolbox.build(draw, family, style) for family in chosen]
+    tools = [toolbox.build(draw, family, style) for family in all_families]
     order = list(range(len(tools)))
     draw.random.shuffle(order)
     return [tools[i] for i in order]
@@ -125,18 +125,18 @@ def earlier(draw: Draw, tools: list[Tool]) -> list[Message]:
         user(step.text),
         Sample("call", [], calls=[step.call]).turn(),
         {"role": "tool", "content": result},
-        {"role": "assistant", "content": answer},
+        assistant(answer),
     ]
 
 
-def plan_several(draw: Draw, tools: list[Tool], wanted: list[Family]) -> tuple[str, list[Step]]:
+def plan_several(draw: Draw, tools: list[Tool], families: list[Family]) -> tuple[str, list[Step]]:
     """Return one question about several things, or several questions in one message."""
-    if len(wanted) == 1:
-        shared = plan_shared(draw, with_family(tools, wanted[0]))
+    if len(families) == 1:
+        shared = plan_shared(draw, with_family(tools, families[0]))
         if shared:
             return shared
-        wanted = wanted * 2
-    steps = [plan_one(draw, tools, family)[0] for family in wanted]
+        families = families * 2
+    steps = [plan_one(draw, tools, family)[0] for family in families]
     text = steps[0].text
     for before, step in pairwise(steps):
         part = step.text
@@ -174,13 +174,13 @@ def plan_shared(draw: Draw, tool: Tool) -> tuple[str, list[Step]] | None:
 
 def parallel_plan(draw: Draw) -> tuple[list[Tool], str, list[Step]]:
     count = draw.pick([1, 1, 2, 2, 2, 3])
-    wanted: list[Family] = []
-    while len(wanted) < count:
+    families: list[Family] = []
+    while len(families) < count:
         family = toolbox.draw_family(draw)
-        if family.title not in {known.title for known in wanted}:
-            wanted.append(family)
-    tools = offer(draw, wanted, max(0, extras(draw) - count + 1))
-    text, steps = plan_several(draw, tools, wanted)
+        if family.title not in {known.title for known in families}:
+            families.append(family)
+    tools = offer(draw, families, max(0, extras(draw) - count + 1))
+    text, steps = plan_several(draw, tools, families)
     return tools, text, steps
 
 
@@ -218,28 +218,28 @@ def outcome(draw: Draw, step: Step) -> tuple[str, str]:
 
 
 def family_outcome(draw: Draw, step: Step) -> tuple[str, str]:
-    gets = step.tool.family.gets
-    values = {slot.key: toolbox.draw_value(draw, slot.kind) for slot in gets}
+    result_slots = step.tool.family.gets
+    values = {slot.key: toolbox.draw_value(draw, slot.kind) for slot in result_slots}
     fields: dict[str, Any] = {}
-    for slot in gets:
+    for slot in result_slots:
         name = draw.pick([name for name in slot.names if name not in fields])
         fields[name] = values[slot.key][1]
     if draw.chance(0.25):
         fields.setdefault(words.word(draw), words.count(draw))
     if draw.chance(0.25):
-        shown = {
+        arguments = {
             step.tool.names[key]: value[1]
             for key, value in step.values.items()
             if step.tool.names[key] not in fields
         }
-        fields = shown | fields
+        fields = arguments | fields
     items = list(fields.items())
     if draw.chance(0.2):
         draw.random.shuffle(items)
     reply = step.tool.family.reply
     known = step.values | values
-    missing = [key for key in toolbox.FIELD.findall(reply) if key not in known]
-    if missing:
+    missing_keys = [key for key in toolbox.FIELD.findall(reply) if key not in known]
+    if missing_keys:
         pairs = ", ".join(f"{key} {spoken(value)}" for key, value in items)
         return as_json(dict(items)), f"{step.tool.name} says: {pairs}."
     return as_json(dict(items)), toolbox.fill(reply, known)

@@ -77,11 +77,13 @@ def anything(draw: Draw) -> str:
 
 def huge(draw: Draw) -> str:
     """Return a number with more digits than the demo can add."""
-    return str(draw.made(lambda: draw.number(10 ** draw.number(4, 6), 10 ** draw.number(6, 14))))
+    return str(
+        draw.from_split(lambda: draw.number(10 ** draw.number(4, 6), 10 ** draw.number(6, 14)))
+    )
 
 
 def small(draw: Draw) -> str:
-    return str(draw.made(lambda: draw.number(2, 10 ** draw.number(1, 4))))
+    return str(draw.from_split(lambda: draw.number(2, 10 ** draw.number(1, 4))))
 
 
 def uneven(draw: Draw, low: int, high: int, step: int) -> str:
@@ -91,14 +93,14 @@ def uneven(draw: Draw, low: int, high: int, step: int) -> str:
         number = draw.number(low, high)
         return number + 1 if number % step == 0 else number
 
-    return str(draw.made(make))
+    return str(draw.from_split(make))
 
 
 def mixed(draw: Draw) -> str:
     """Return an expression with several signs or with brackets."""
     a, b, c = (draw.number(2, 10 ** draw.number(1, 2)) for _ in range(3))
     forms = [f"{a} + {b} * {c}", f"({a} + {b}) * {c}", f"{a} * {b} * {c}", f"{a} * {b} - {c}"]
-    return draw.made(lambda: draw.pick([*forms, f"({a} - {b}) / {c}", f"{a} / {b} + {c}"]))
+    return draw.from_split(lambda: draw.pick([*forms, f"({a} - {b}) / {c}", f"{a} / {b} + {c}"]))
 
 
 def program(draw: Draw) -> str:
@@ -125,7 +127,7 @@ def program(draw: Draw) -> str:
         f"{a}: {number}\n{b}:\n  - {c}\n  - {a}",
         f'git {draw.pick(["commit", "push", "checkout"])} -m "{a} {b}" && make {c}',
     ]
-    return draw.made(lambda: draw.pick(lines))
+    return draw.from_split(lambda: draw.pick(lines))
 
 
 FIELDS: dict[str, Callable[[Draw], str]] = {
@@ -148,7 +150,7 @@ FIELDS: dict[str, Callable[[Draw], str]] = {
     "odd_percent": lambda draw: uneven(draw, 1, 99, 5),
     "tenth": lambda draw: str(draw.number(1, 99) / 10),
     "uneven": lambda draw: uneven(draw, 11, 10 ** draw.number(2, 4), 10),
-    "over_hundred": lambda draw: str(draw.made(lambda: draw.number(101, 9999))),
+    "over_hundred": lambda draw: str(draw.from_split(lambda: draw.number(101, 9999))),
     "unit": lambda draw: draw.value(UNITS),
     "huge": huge,
     "job": lambda draw: draw.value(words.JOBS),

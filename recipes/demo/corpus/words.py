@@ -61,7 +61,7 @@ def invented(draw: Draw) -> str:
             for _ in range(syllables)
         )
 
-    return draw.made(make)
+    return draw.from_split(make)
 
 
 def word(draw: Draw) -> str:
@@ -161,7 +161,7 @@ def code(draw: Draw) -> str:
         digits = "".join(draw.pick("0123456789") for _ in range(draw.number(2, 5)))
         return draw.pick([f"{letters}-{digits}", f"{letters}{digits}", f"#{digits}"])
 
-    return draw.made(make)
+    return draw.from_split(make)
 
 
 def email(draw: Draw) -> str:
@@ -180,7 +180,7 @@ def path(draw: Draw) -> str:
 
 
 def clock(draw: Draw) -> str:
-    return draw.made(lambda: any_clock(draw))
+    return draw.from_split(lambda: any_clock(draw))
 
 
 def any_clock(draw: Draw) -> str:
@@ -191,7 +191,7 @@ def any_clock(draw: Draw) -> str:
 
 
 def day(draw: Draw) -> str:
-    return draw.made(lambda: any_day(draw))
+    return draw.from_split(lambda: any_day(draw))
 
 
 def any_day(draw: Draw) -> str:
@@ -207,11 +207,13 @@ def any_day(draw: Draw) -> str:
 
 def count(draw: Draw) -> int:
     """Return a number of which small values are more frequent."""
-    return draw.made(lambda: draw.number(2, 10 ** draw.number(1, 4)))
+    return draw.from_split(lambda: draw.number(2, 10 ** draw.number(1, 4)))
 
 
 def decimal(draw: Draw) -> float:
-    return draw.made(lambda: draw.number(1, 999) + draw.pick([0.5, 0.25, 0.75, 0.1, 0.9, 0.2]))
+    return draw.from_split(
+        lambda: draw.number(1, 999) + draw.pick([0.5, 0.25, 0.75, 0.1, 0.9, 0.2])
+    )
 
 
 def listing(items: list[str]) -> str:

@@ -99,7 +99,7 @@ def loader(**mocks: object) -> type:
     """Return a class with the loading warp's methods, without the DSL's decorators."""
     tree = ast.parse(SOURCE.read_text())
     device = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "PagedDecode")
-    wanted = ("load", "pages_of", "queries_of", "copy_tokens", "hide", "pieces_of")
+    wanted = ("load", "pages_of", "queries_of", "copy_tokens", "mask_new_tokens", "pieces_of")
     device.body = [n for n in device.body if isinstance(n, ast.FunctionDef) and n.name in wanted]
     for method in device.body:
         method.decorator_list = []
@@ -292,7 +292,7 @@ def test_a_query_sees_what_comes_before_it(group, own) -> None:
     for thread in range(32):
         at.append(thread)
         scores = [0.0] * 8
-        device.hide(scores, own)
+        device.mask_new_tokens(scores, own)
         for n, score in enumerate(scores):
             pair = thread // 4 + (8 if n in (2, 3, 6, 7) else 0)
             token = thread % 4 * 2 + n % 2 + (8 if n >= 4 else 0)

@@ -25,7 +25,7 @@ LOST = {"kernel": "ranks", "case": "", "problem": "rank 1: RuntimeError: lost"}
         ([[FOUND, None], [None]], True, [FOUND]),
         ([[FOUND], [LOST]], True, [FOUND, LOST]),
         ([[FOUND], [None]], True, [FOUND, LOST | {"problem": "a rank ended"}]),
-        ([[FOUND], [None]], False, [FOUND, LOST | {"problem": "not heard of for 0.05 s"}]),
+        ([[FOUND], [None]], False, [FOUND, LOST | {"problem": "no message for 0.05 s"}]),
     ],
     ids=["done", "raised", "ended", "silent"],
 )

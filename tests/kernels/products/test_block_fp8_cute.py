@@ -20,7 +20,7 @@ from nanovllm_kernels.products.block_fp8_cute import (
     GATED_EXPERT_TILES,
     GATED_TILES,
     TILES,
-    Given,
+    Operands,
     Tile,
     block_fp8_experts,
     block_fp8_gated,
@@ -45,12 +45,12 @@ RESOURCES = """
 """
 SIGNATURE = """
 import torch
-from nanovllm_kernels.products.block_fp8_cute import Given, compile_tile
+from nanovllm_kernels.products.block_fp8_cute import Operands, compile_tile
 fp8, scales, y = (torch.zeros(16, 16, dtype=dtype) for dtype in (
     torch.float8_e4m3fn, torch.float32, torch.bfloat16))
 for kind, given in (
-    ((64, 64, 1, 128, False, False, False), Given(scales, scales, y)),
-    ((64, 256, 1, 128, False, False, True), Given(scales, scales, fp8, y_scale=scales)),
+    ((64, 64, 1, 128, False, False, False), Operands(scales, scales, y)),
+    ((64, 256, 1, 128, False, False, True), Operands(scales, scales, fp8, y_scale=scales)),
 ):
     try:
         compile_tile(*kind)(fp8, fp8, given, 1)
@@ -100,7 +100,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     found = []
 
     def compile_tile(*kind: object):
-        def run(x, weight, given: Given, num_clusters: int) -> None:
+        def run(x, weight, given: Operands, num_clusters: int) -> None:
             found.append((*kind, num_clusters))
             sides = x, given.x_scale, weight, given.w_scale
             rows = SimpleNamespace(starts_E1=given.starts)

@@ -23,7 +23,7 @@ from nanovllm_kernels.products.block_fp8_cases import (
     experts_inputs,
     inputs,
 )
-from nanovllm_kernels.products.block_fp8_cute import DEEP, Given, Kind, Product, Tile
+from nanovllm_kernels.products.block_fp8_cute import DEEP, Kind, Operands, Product, Tile
 from torch import Tensor
 
 from tests.kernels.compiled import compiled_with
@@ -79,7 +79,7 @@ def passed(address: int, tensor: Tensor) -> bytes:
 
 
 def launch_of(
-    text: str, kind: tuple[int, ...], x8: Tensor, w8: Tensor, given: Given, num_clusters: int
+    text: str, kind: tuple[int, ...], x8: Tensor, w8: Tensor, given: Operands, num_clusters: int
 ) -> tuple[Launch, list[slice]]:
     """Return the launch of Product.__call__, and the addresses of its outputs."""
     product = Product(Tile(*kind[:3]), kind[3], Kind(*map(bool, kind[4:])))
@@ -113,7 +113,7 @@ def play_product(
     kind: tuple[int, ...],
     x8: Tensor,
     w8: Tensor,
-    given: Given,
+    given: Operands,
     num_clusters: int,
 ) -> None:
     """Run in place of a compiled kernel, and check that each byte of the result is written once.
