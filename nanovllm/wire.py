@@ -204,7 +204,9 @@ class Stats(Struct, frozen=True, kw_only=True):
     # that came from these tiers; the hit_tokens also count loads after preemptions.
     tiers: dict[str, float] = {}
     transfer: TransferStats | None = None  # only of prefill and decode servers
-    adapter_slots: int = 0  # maximum adapters on the device
+    # Slots for adapters on the device: "capacity", "loaded" (with an adapter), and "in_use" (by
+    # requests in slots of the batch). Empty without adapters.
+    adapter_slots: dict[str, int] = {}
     # Requests by adapter: "running", "waiting". Names of unloaded adapters are left out.
     adapters: dict[str, dict[str, int]] = {}
 

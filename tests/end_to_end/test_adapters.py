@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,3 +94,5 @@ def test_adapters_change_while_the_server_runs(served: tuple[Server, Path]) -> N
     metrics = httpx.get(f"{server.url}/metrics", headers=KEY).text
     assert ',max_lora="1",running_lora_adapters="",waiting_lora_adapters=""} 1' in metrics
     assert 'adapter="pirate",state="running"} 0' in metrics
+    counts = re.findall(r'nanovllm:adapter_slots\{.*,state="(\w+)"\} (\d)', metrics)
+    assert counts == [("capacity", "1"), ("loaded", "1"), ("in_use", "0")]
