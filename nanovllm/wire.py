@@ -31,6 +31,7 @@ class RefusalKind(IntEnum):
     INVALID = 3  # the engine cannot honour a field: HTTP 400
     FAILED = 4  # its admission raised an exception, which is logged: HTTP 500
     BUSY = 5  # its grammar was not compiled in time, for want of CPU: HTTP 503
+    NO_ADAPTER = 6  # its adapter was unloaded after the server checked the name: HTTP 404
 
 
 class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -122,7 +122,7 @@ def test_a_request_waits_for_its_adapter_and_holds_no_other_back() -> None:
     assert scheduler.stats().waiting_by_reason["adapter"] == 1
     submit(scheduler, 9, "unknown")
     (refusal,) = scheduler.output().refused
-    assert refusal.kind is RefusalKind.INVALID
+    assert refusal.kind is RefusalKind.NO_ADAPTER
     assert refusal.message == "the adapter 'unknown' is not loaded"
 
 
