@@ -33,8 +33,11 @@ def check(transfer: TransferRole | None, host_gib: float, disk: object, num_engi
     if transfer is None:
         return
     for name, address in (("listen", transfer.listen), *(("peers", p) for p in transfer.peers)):
-        if address is not None:
-            address_of(address, f"transfer.{name}")
+        if address is not None and not address_of(address, f"transfer.{name}")[1]:
+            raise ConfigError(
+                f"transfer.{name} is {address!r}; name a port from 1 to {MOST_PORT}, which the "
+                "servers of both roles must know"
+            )
     if transfer.backend == "nixl":
         raise ConfigError("transfer.backend nixl is not in this release; use auto or socket")
     if transfer.role is None:

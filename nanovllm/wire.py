@@ -31,6 +31,7 @@ class RefusalKind(IntEnum):
     INVALID = 3  # the engine cannot honour a field: HTTP 400
     FAILED = 4  # its admission raised an exception, which is logged: HTTP 500
     BUSY = 5  # its grammar was not compiled in time, for want of CPU: HTTP 503
+    NO_ADAPTER = 6  # its adapter was unloaded after the server checked the name: HTTP 404
 
 
 class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -204,7 +205,9 @@ class Stats(Struct, frozen=True, kw_only=True):
     # that came from these tiers; the hit_tokens also count loads after preemptions.
     tiers: dict[str, float] = {}
     transfer: TransferStats | None = None  # only of prefill and decode servers
-    adapter_slots: int = 0  # maximum adapters on the device
+    # Slots for adapters on the device: "capacity", "loaded" (with an adapter), and "in_use" (by
+    # requests in slots of the batch). Empty without adapters.
+    adapter_slots: dict[str, int] = {}
     # Requests by adapter: "running", "waiting". Names of unloaded adapters are left out.
     adapters: dict[str, dict[str, int]] = {}
 

@@ -18,6 +18,8 @@ PEERS = "transfer.peers=[127.0.0.1:5600]"
         ("prefill", [], "transfer.listen is missing"),
         ("prefill", ["transfer.listen=5600"], "transfer.listen is 5600|transfer.listen"),
         ("prefill", ["transfer.listen=a:70000"], "transfer.listen is 'a:70000'; write HOST:PORT"),
+        ("prefill", ["transfer.listen=a:0"], "listen is 'a:0'; name a port from 1 to 65535, which"),
+        ("decode", ["transfer.peers=[a:1, a:0]"], "peers is 'a:0'; name a port from 1 to 65535"),
         ("prefill", ["transfer.listen=a:65535", "parallel.dp=2"], "dp 2 needs as many ports"),
         ("decode", [LISTEN], "transfer.peers is empty"),
         ("decode", ["transfer.peers=[a]"], "transfer.peers is 'a'; write HOST:PORT"),

@@ -87,6 +87,7 @@ class PlacedExperts:
         for expert, parts in enumerate(self.by_expert):
             named = (name.format(expert) for name in names[1:4])
             self.parts |= dict(zip(named, parts, strict=True))
+        self.routed = frozenset(self.parts)  # modules of single routed experts
         if names.shared is not None and experts.placements["gate_up"].has_shared:
             shared = self._parts(self.count - 1)
             self.parts |= dict(zip(names.shared, shared, strict=True))

@@ -114,11 +114,13 @@ def check_files(files: AdapterFiles, layout: AdapterLayout) -> None:
             if tensor.dtype not in FLOATS:
                 text = f"{module}.lora_{half} is {tensor.dtype}, expected {' or '.join(FLOATS)}"
                 faults.setdefault("with a wrong type", []).append(text)
-    has_fused = any(module.removesuffix(BASE_LAYER) in layout.fused for module in pairs)
-    every = layout.dense if has_fused else layout.parts
+    # Transformers 5 has no modules of single experts. So names of modules that match them, as
+    # `down_proj` does, may mean only the shared expert.
+    routed = layout.routed
+    absent = routed if routed.isdisjoint(pairs) else set[str]()
     missing = sorted(
         module
-        for module in every
+        for module in layout.parts.keys() - absent
         if module not in pairs and any(map(peft.targets, spellings(module)))
     )
     missing += parameters_missing(pairs, peft, layout)

@@ -53,6 +53,11 @@ class AdapterLayout:
         experts = (name for placed in self.fused.values() for name in placed.parts)
         return self.parts.keys() - {*experts}
 
+    @property
+    def routed(self) -> set[str]:
+        """The modules of single routed experts, without a shared one that runs as one of them."""
+        return {name for placed in self.fused.values() for name in placed.routed}
+
     def bind(self, ranks_RX: Tensor) -> None:
         """Make all products add the deltas of these ranks, of `width` elements each."""
         for linear, parts in self._products:

@@ -127,6 +127,13 @@ class AdapterSlots:
         counts = Counter(names)
         return {name: counts[name] for name in self.by_name}
 
+    def slot_counts(self) -> dict[str, int]:
+        """Return the number of slots by state, as Stats.adapter_slots; empty without slots."""
+        if not self.num_slots:
+            return {}
+        in_use = sum(resident.num_users > 0 for resident in self._residents.values())
+        return {"capacity": self.num_slots, "loaded": len(self._residents), "in_use": in_use}
+
     def _evict(self, number: int) -> None:
         evicted = self._residents.pop(number)
         # Its load may still wait for a plan. Done after all, it would take pages of the next one.

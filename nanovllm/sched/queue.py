@@ -116,7 +116,7 @@ class Queue:
         self._arrivals += 1
         if adapter is None:
             reason = f"the adapter {spec.adapter!r} is not loaded"
-            self.events.refused.append(Refusal(request.id, RefusalKind.INVALID, reason))
+            self.events.refused.append(Refusal(request.id, RefusalKind.NO_ADAPTER, reason))
             return
         if (refusal := self._refuse(request)) is not None:
             self.events.refused.append(Refusal(request.id, *refusal))

@@ -244,7 +244,7 @@ class Scheduler:
             accepted_tokens=sum(self._drafting.accepted_by_position),
             accepted_by_position=self._drafting.accepted_by_position,
             tiers=self.memory.tier_stats(len(queue.arriving), queue.loaded_tokens),
-            adapter_slots=queue.adapters.num_slots,
+            adapter_slots=queue.adapters.slot_counts(),
             adapters=self._adapter_requests() if queue.adapters.by_name else {},
         )
 

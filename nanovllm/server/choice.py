@@ -31,6 +31,7 @@ REFUSALS = {  # kind -> status, param, code
     RefusalKind.TOO_LONG: (400, "messages", "context_length_exceeded"),
     RefusalKind.FAILED: (500, None, "admission_failed"),
     RefusalKind.BUSY: (503, None, "compiler_busy"),
+    RefusalKind.NO_ADAPTER: (404, "model", "model_not_found"),
 }
 CORRUPTED = "corrupted_output"
 FAILURES = {  # message, code

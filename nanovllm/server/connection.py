@@ -38,7 +38,15 @@ from nanovllm.config import Server as ServerConfig
 from nanovllm.log import fields
 from nanovllm.server.asgi import EXTENSION, JSON
 from nanovllm.server.errors import ApiError, shutting_down
-from nanovllm.server.head import CODE, check_head, expects_continue, host_of_target, not_spoken
+from nanovllm.server.head import (
+    CODE,
+    check_head,
+    expects_continue,
+    host_of_target,
+    not_spoken,
+    not_valid,
+    unknown_method,
+)
 from nanovllm.server.metrics import OTHER_PATH, HttpCounts
 from nanovllm.server.refusals import RefusalLog
 
@@ -148,7 +156,11 @@ class Connection(HttpToolsProtocol):
             return
         except httptools.HttpParserError as error:
             cause = error.__context__  # raised in one of our callbacks
-            invalid = ApiError(400, "the request is not valid HTTP", code=CODE)
+            is_first = was_idle and not self._has_turned  # `data` begins with the refused request
+            if is_first and isinstance(error, httptools.HttpParserInvalidMethodError):
+                invalid = unknown_method(data)
+            else:
+                invalid = not_valid()
             self._refuse(cause if isinstance(cause, ApiError) else invalid)
             return
         if self._in_head and self.url and data.endswith(b"\n") and self._has_no_version():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
 MAX_MESSAGE_CHARS = 1000  # a request cannot inflate its own refusal
 MAX_VALUE_CHARS = 100  # of a value that a message quotes
+HALF_ESCAPED, HALF = re.compile(rb"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
 HEADERS = {
     401: [(b"www-authenticate", b"Bearer")],
     413: [(b"connection", b"close")],  # keeps the client from sending the rest of the body
@@ -113,3 +116,50 @@ def bad_body(error: msgspec.DecodeError) -> ApiError:
     missing = re.search(r"required field `(\w+)`", complaint)
     param = ".".join(found[1] for found in (path, missing) if found) or None
     return ApiError(400, f"{param or 'the body'}: {complaint}", param=param, code="invalid_type")
+
+
+def half_pair(body: bytes) -> ApiError | None:
+    """Return the error for a body that has half of a surrogate pair, such as "\\ud800", in a text.
+
+    Return None if there is none, or if the body is not JSON for another reason.
+    """
+    if HALF_ESCAPED.search(body) is None:
+        return None
+    try:
+        found = first_half(json.loads(body.decode()))
+    except (ValueError, RecursionError):
+        return None
+    if found is None:
+        return None
+    path, half = shortened(found[0], MAX_VALUE_CHARS), ascii(found[1])[1:-1]
+    text = f"{path or 'the body'}: {half} is half of a surrogate pair; send both halves"
+    return ApiError(400, text, param=path or None, code="invalid_value")
+
+
+def first_half(body: object) -> tuple[str, str] | None:
+    """Return the path of the first text with half of a surrogate pair, and the half.
+
+    For a key, it is the path of its mapping.
+    """
+    rest: list[tuple[Any, Any, str]] = [(body, None, "")]  # value, parent's entry, step from it
+    while rest:
+        entry = value, _, _ = rest.pop()
+        texts, inner = [value] if isinstance(value, str) else [], list[tuple[Any, Any, str]]()
+        if isinstance(value, list):
+            inner = [(one, entry, f"[{at}]") for at, one in enumerate(value)]
+        elif isinstance(value, dict):
+            texts = list(value)
+            inner = [(one, entry, f".{shortened(key, 50)}") for key, one in value.items()]
+        if half := next(filter(None, map(HALF.search, texts)), None):
+            return path_of(entry), half[0]
+        rest += reversed(inner)
+    return None
+
+
+def path_of(entry: tuple[Any, Any, str]) -> str:
+    """Return the path of an entry of `first_half`, shortened to its end."""
+    steps: list[str] = []
+    while entry is not None and len(steps) < MAX_VALUE_CHARS:
+        _, entry, step = entry
+        steps.append(step)
+    return "".join(reversed(steps)).removeprefix(".")

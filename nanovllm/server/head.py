@@ -19,11 +19,28 @@ AUTHORITY = re.compile(
     rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[\w.~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?"
 )
 CONTINUE = b"100-continue"
+REQUEST_LINE = re.compile(rb"([\w!#$%&'*+.^`|~-]{1,32}) \S+ HTTP/1\.[01]\r?\n")
 
 
 def not_spoken(version: str) -> ApiError:
     status = 400 if version < "1" else HTTPStatus.HTTP_VERSION_NOT_SUPPORTED
     return ApiError(status, f"HTTP/{version} is not supported; use HTTP/1.1", code=CODE)
+
+
+def not_valid() -> ApiError:
+    return ApiError(400, "the request is not valid HTTP", code=CODE)
+
+
+def unknown_method(data: bytes) -> ApiError:
+    """Return the error for a request with a method that the parser does not have.
+
+    `data` begins with the request. A valid line with another method is refused as RFC 9110, 9.1,
+    recommends. Anything else, such as TLS, is not HTTP.
+    """
+    if (line := REQUEST_LINE.match(data)) is None:
+        return not_valid()
+    text = f"the method {line[1].decode('latin-1')} is not supported; use GET or POST"
+    return ApiError(HTTPStatus.NOT_IMPLEMENTED, text, code="method_not_allowed")
 
 
 def check_head(version: str, headers: list[Header]) -> None:

@@ -347,13 +347,14 @@ def _drafts(page: _Page, stats: Stats) -> None:
 
 
 def _adapters(page: _Page, stats: Stats) -> None:
-    """Add the requests by adapter."""
+    """Add the requests by adapter and the slots by state."""
     if not stats.adapter_slots:
         return
     for state in STATES:
         counts = stats.adapters.get(state, {})
         by_name = {f"{name}/{state}": count for name, count in counts.items()}
         page.add("nanovllm:adapter_requests", _by("adapter/state", by_name))
+    page.add("nanovllm:adapter_slots", _by("state", stats.adapter_slots))
     _adapters_info(page, [stats])
 
 
@@ -362,7 +363,8 @@ def _adapters_info(page: _Page, engines: Sequence[Stats]) -> None:
 
     Its labels are lists of names, cut to MOST_NAMES, and the adapters that fit in one engine.
     """
-    labels = f",max_lora={quoted(str(engines[0].adapter_slots))}"
+    capacity = str(engines[0].adapter_slots["capacity"])
+    labels = f",max_lora={quoted(capacity)}"
     for state in STATES:
         each = [stats.adapters.get(state, {}) for stats in engines]
         names = sorted({name for counts in each for name, count in counts.items() if count})

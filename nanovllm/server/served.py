@@ -116,7 +116,8 @@ class Served:
     def adapter_of(self, request: ChatRequest) -> str:
         """Return the name of the adapter that a request names, or an empty string.
 
-        It may have been unloaded since the name was checked. Then the engine refuses the request.
+        It may have been unloaded since the name was checked. Then the engine refuses the request,
+        with RefusalKind.NO_ADAPTER.
         """
         model = request.model
         if model is None or model in self.names or model in self.paths:

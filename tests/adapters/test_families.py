@@ -35,6 +35,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         target_modules=[*ATTENTION, *DELTA, *SHARED, "shared_expert_gate"],
         target_parameters=EXPERTS,
     ),
+    "qwen3_5_moe_text 13, top 8, shared as wide": dict(
+        target_modules=[*ATTENTION, *SPLIT, "out_proj", *SHARED, "shared_expert_gate"],
+        target_parameters=EXPERTS,
+        r=6,
+    ),
+    "qwen3_5_moe_text": dict(target_modules="all-linear", r=3),
     "qwen3_5_text": dict(
         target_modules=[*ATTENTION, *SPLIT, "out_proj", "gate_proj", "up_proj", "down_proj"]
     ),

@@ -63,8 +63,10 @@ def test_unused_adapters_leave_the_least_recently_used_first() -> None:
     slots.give(wide)
     slots.give(one)
     assert not slots.has_room_for(huge)  # the page of `two` is in use
+    assert slots.slot_counts() == {"capacity": 3, "loaded": 3, "in_use": 2}
     slots.give(one)
     slots.give(two)
+    assert slots.slot_counts() == {"capacity": 3, "loaded": 3, "in_use": 0}
     again = load(slots, "a", 33)
     assert again != one and slots.resolve("a") == again  # a number of its own
     # `wide`, then `one` left.
@@ -120,7 +122,7 @@ def test_a_request_waits_for_its_adapter_and_holds_no_other_back() -> None:
     assert scheduler.stats().waiting_by_reason["adapter"] == 1
     submit(scheduler, 9, "unknown")
     (refusal,) = scheduler.output().refused
-    assert refusal.kind is RefusalKind.INVALID
+    assert refusal.kind is RefusalKind.NO_ADAPTER
     assert refusal.message == "the adapter 'unknown' is not loaded"
 
 

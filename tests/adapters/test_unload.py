@@ -56,7 +56,7 @@ def test_requests_finish_with_the_adapter_that_they_have(tmp_path: Path) -> None
     assert answer is not None and answer.error == "" and [*bank.host] == [1]
     engine.submit(9, PROMPTS[0], MAX_NEW, adapter="a")
     (refusal,) = engine.scheduler.output().refused
-    assert refusal.kind is RefusalKind.INVALID
+    assert refusal.kind is RefusalKind.NO_ADAPTER
     assert refusal.message == "the adapter 'a' is not loaded"
     assert end(0) == (texts[0], 0)
 

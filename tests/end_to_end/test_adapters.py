@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from nanovllm.adapters.folder import DEMO
 from tests.end_to_end.demo_server import Server, start
 
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY = {"Authorization": "Bearer secret"}
 ASKED: dict[str, Any] = {
     "messages": [{"role": "user", "content": "What is nanovllm?"}],
@@ -47,6 +54,19 @@ def text_of(server: Server, model: str | None) -> str:
 def names(server: Server) -> dict[str, Any]:
     cards = httpx.get(f"{server.url}/v1/models", headers=KEY).json()["data"]
     return {card["id"]: card for card in cards}
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def break_weights(folder: Path) -> str:
+    """Put NaN into a tensor of an adapter. Return the name of the tensor's module."""
+    tensors = load_file(folder / WEIGHTS)
+    name = min(tensors)
+    save_file({**tensors, name: torch.full_like(tensors[name], torch.nan)}, folder / WEIGHTS)
+    return name.removeprefix("base_model.model.").partition(".lora_")[0]
 
 
 def test_requests_choose_an_adapter_by_its_name(served: tuple[Server, Path]) -> None:
@@ -93,3 +113,45 @@ def test_adapters_change_while_the_server_runs(served: tuple[Server, Path]) -> N
     metrics = httpx.get(f"{server.url}/metrics", headers=KEY).text
     assert ',max_lora="1",running_lora_adapters="",waiting_lora_adapters=""} 1' in metrics
     assert 'adapter="pirate",state="running"} 0' in metrics
+    counts = re.findall(r'nanovllm:adapter_slots\{.*,state="(\w+)"\} (\d)', metrics)
+    assert counts == [("capacity", "1"), ("loaded", "1"), ("in_use", "0")]
+
+
+def test_bad_loads_are_refused_and_the_server_goes_on(served: tuple[Server, Path]) -> None:
+    server, folder = served
+    before, listed = text_of(server, "pirate"), names(server).keys()
+    for name in ("dora", "large", "nan"):
+        shutil.copytree(DEMO / "pirate", folder / name)
+    change_config(folder / "dora", use_dora=True)
+    change_config(folder / "large", r=999)
+    broken = break_weights(folder / "nan")
+    for name, words in (
+        ("dora", f"adapter dora: {CONFIG}: use_dora is True; DoRA is not supported"),
+        ("large", "adapter large: its rank is 999; adapters.max_rank is 64"),
+        ("nan", f"adapter nan: {broken} has NaN or infinite numbers"),
+    ):
+        refused = post(server, "load_lora_adapter", lora_name="x", lora_path=name)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (400, "invalid_value")
+        assert error["message"].startswith(words), error
+        missing = post(server, "chat/completions", **ASKED, model="x")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+    assert names(server).keys() == listed
+    assert text_of(server, "pirate") == before
+
+
+@pytest.mark.parametrize("part", [CONFIG, WEIGHTS])
+def test_a_bad_adapter_ends_the_start_with_one_line(tmp_path: Path, part: str) -> None:
+    """The config is read before the engine starts, and the tensors are read by the engine."""
+    shutil.copytree(DEMO / "pirate", tmp_path / "bad")
+    words = f"{CONFIG}: use_dora is True; DoRA is not supported"
+    if part == WEIGHTS:
+        words = f"{break_weights(tmp_path / 'bad')} has NaN or infinite numbers"
+    else:
+        change_config(tmp_path / "bad", use_dora=True)
+    command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", "--device", "cpu"]
+    command += ["--set", f"adapters.folder={tmp_path}"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    last = run.stderr.splitlines()[-1]
+    assert (run.returncode, last) == (2, f"error: adapter bad: {words}"), run.stderr
+    assert run.stderr.count("bad") == 1 and "Traceback" not in run.stderr

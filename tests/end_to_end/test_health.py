@@ -121,7 +121,8 @@ def test_every_expression_of_the_dashboard_finds_its_metric(paper: Server) -> No
         tiers = {"host.pages": 1.0, "host.hit_tokens": 0.0, "host.load_bytes": 0.0}
         tiers |= {"host.store_bytes": 0.0, "host.stored": 0.0}
         adapters = {"running": {"pirate": 1}, "waiting": {"pirate": 0}}
-        stats = Stats(accepted_by_position=[0], tiers=tiers, adapter_slots=2, adapters=adapters)
+        slots = {"capacity": 2, "loaded": 1, "in_use": 1}
+        stats = Stats(accepted_by_position=[0], tiers=tiers, adapter_slots=slots, adapters=adapters)
         seen = Seen(ready=READY, stats=stats, metrics=Metrics())
         tell(render([seen], [counted([seen], HttpCounts())]).decode())
     asked = expressions()
@@ -152,4 +153,5 @@ def test_the_dashboard_shows_what_an_operator_asks_for() -> None:
         "vllm:external_prefix_cache_hits_total",
         "nanovllm:tier_pages",
         "nanovllm:adapter_requests",
+        "nanovllm:adapter_slots",
     }

@@ -274,12 +274,12 @@ def test_the_table_of_adapters_follows_the_engine_s_adapters(driver, idle) -> No
         Promise.all([import("/page/adapters.js"), import("/page/metrics.js")]).then(([adapters, metrics]) => {
             const table = new adapters.AdapterTable();
             document.getElementById("watch").append(table.node);
-            const info = 'vllm:lora_requests_info{engine="0",max_lora="1"} 5';
+            const slots = [["capacity", 4], ["loaded", 3], ["in_use", 1]].map(([state, count]) => `nanovllm:adapter_slots{engine="0",state="${state}"} ${count}`);
             const line = (engine, adapter, state, count) => `nanovllm:adapter_requests{engine="${engine}",adapter="${adapter}",state="${state}"} ${count}`;
             const one = [line(0, "a", "running", 1200), line(1, "a", "running", 7), line(0, "a", "waiting", 3)];
             const two = [...one, line(0, "b".repeat(64), "running", 0), line(0, "b".repeat(64), "waiting", 0)];
             done([[], two, one, []].map((lines, at) => {
-                table.take(new metrics.Reading([info, ...lines].join("\\n"), at, 0));
+                table.take(new metrics.Reading([...slots, ...lines].join("\\n"), at, 0));
                 const rows = [...table.node.querySelectorAll("tbody tr")];
                 const fits = table.node.querySelector("table").getBoundingClientRect().right <= innerWidth;
                 return [table.node.hidden, fits, rows.map((row) => [...row.children].map((cell) => cell.textContent))];
@@ -292,6 +292,6 @@ def test_the_table_of_adapters_follows_the_engine_s_adapters(driver, idle) -> No
         [False, True, [first, ["b" * 64, "0", "0"]]],
         [False, True, [first]],
         [True, True, []],
-        "Requests by adapter. The device has room for 1 adapter.",
+        "Requests by adapter. Slots of the device in use: 1 of 4.",
     ]
     assert page.complaints() == []

@@ -38,6 +38,7 @@ GIVEN_UP = "test_reads_that_a_rank_gives_up_end_the_load_and_rank_0_starts_no_ot
 FULL = "test_a_disk_that_is_full_on_one_rank_gets_no_more_writes_of_any"
 FROM_START = "test_a_rank_reports_a_disk_that_is_out_of_use_from_the_start"
 BATCH, DRAFTER = "nanovllm/runner/batch.py", "nanovllm/spec/model_drafter.py"
+SAMPLER = "nanovllm/sampling/sampler.py"
 
 MUTANTS = [
     Mutant("page hash ignores its parent", KEYS, "sha256(parent + tok", "sha256(tok", "test_the_fork_that_all_share_outlives_many_ends"),
@@ -254,6 +255,8 @@ MUTANTS = [
     Mutant("a fetch takes a slot of its own load", TIERS, "            room -= 1  # a kept", "            room -= 0  # a kept", "test_a_fetch_takes_no_slot_of_its_own_load"),
     Mutant("a failed fetch leaves its slot with content", TIERS, "if ok and not load.is_void and is_new and slot not in blank:", "if is_new:", "test_a_page_that_cannot_be_read_is_computed"),
     Mutant("device: copies nothing", PAPER, "            self.memory[dst] = self.memory[src].copy()\n", "            pass\n", "test_no_page_of_a_corrupted_request_is_found_again"),
+    Mutant("device: a draft of token 0 is never accepted", PAPER, "!= line[-1:]:\n", "!= line[-1:] or not line[-1]:\n", "test_drafts_of_token_0_are_accepted_and_rejected"),
+    Mutant("log-probabilities are those after the penalties", SAMPLER, "self.logprobs.of(logits_SV, tokens_S", "self.logprobs.of(changed_SV, tokens_S", "test_logprobs_equal_those_of_a_prefill_over_the_same_text"),
     Mutant("device: cleans nothing", PAPER, "        for page in plan.clean:\n            self.memory[page] = [BLANK] * self.page_tokens\n", "", "test_pages_of_a_corrupted_request_are_cleaned_once_for_their_next_owner"),
     Mutant("a state of a failed fetch is used", HYBRID, "if ok and keys.last(num_tokens) in self._page_of:", "if True:", HANDOVER),
     Mutant("a lent state is not held", HYBRID, "        if lent.pages:\n            self.states.hold(state.id)\n", "", HANDOVER),

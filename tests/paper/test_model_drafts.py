@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 from random import Random
 
@@ -13,7 +14,7 @@ from nanovllm.sched.drafting import PROBE_EVERY
 from nanovllm.wire import FinishReason
 from tests.paper.conversations import by_chance, conversations, held
 from tests.paper.engine import PaperEngine, generate
-from tests.paper.gpu import POISON, solo_run
+from tests.paper.gpu import POISON, Row, solo_run
 from tests.paper.test_random_batches import sizes_of_engines
 
 LAGS = [0, 1]  # a model of its own, and a head
@@ -69,6 +70,31 @@ def test_keys_of_rejected_drafts_are_replaced(lag: int, wrong_every: int) -> Non
     rejected = sum(fed - right for fed, _, right in engine.gpu.drafted)
     assert engine.gpu.layers is not None and rejected > 20
     assert engine.gpu.layers.faults == []
+
+
+@pytest.mark.parametrize("lag", [None, *LAGS])
+def test_drafts_of_token_0_are_accepted_and_rejected(lag: int | None) -> None:
+    """Without a lag, drafts are found in the text. A wrong draft after token 49 is token 0."""
+    engine = engine_of(0, num_pages=200, draft_lag=lag, wrong_every=3)
+    found, sample = Counter[str](), engine.gpu._sample
+
+    def counted(row: Row, allowed: list[int]) -> list[int]:
+        fed = row.slot.tokens[row.lengths[0] : row.lengths[-1]]
+        line = sample(row, allowed)
+        for at, draft in enumerate(fed[: len(line)]):  # later drafts are not compared
+            if draft == 0:
+                found["accepted" if at < len(line) - 1 else "rejected"] += 1
+        return line
+
+    engine.gpu._sample = counted  # type: ignore[method-assign]
+    prompts = [[i, 0, 0, 5] for i in range(8)]
+    for i, prompt in enumerate(prompts):
+        engine.say(generate(i, prompt, 60))
+    engine.finish_all()
+    assert [engine.text[i] for i in range(8)] == [
+        solo_run(prompt, 60, [], recurrent=False) for prompt in prompts
+    ]
+    assert min(found["accepted"], found["rejected"]) >= 2
 
 
 @pytest.mark.parametrize("lag", LAGS)

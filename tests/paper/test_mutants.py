@@ -11,6 +11,7 @@ from tests.paper.mutants import MUTANTS, Mutant
 
 SUITES = [path for room in ("kv", "paper", "spec") for path in ROOT.glob(f"tests/{room}/test_*.py")]
 SUITES += [ROOT / f"tests/engine/test_{name}.py" for name in ("transfer_ends", "disk_of_ranks")]
+SUITES += [ROOT / "tests/models/test_invariant.py"]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name.replace(" ", "-"))

@@ -207,7 +207,7 @@ def test_the_text_is_that_of_one_engine(
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_without_a_gpu_the_backend_is_refused(role: str) -> None:
-    keys = ["device=cpu", "transfer.backend=cuda_ipc", "transfer.listen=127.0.0.1:0"]
+    keys = ["device=cpu", "transfer.backend=cuda_ipc", "transfer.listen=127.0.0.1:1"]
     keys += ["transfer.peers=[127.0.0.1:1]", "cache.host_gib=0.01", f"transfer.secret={SECRET}"]
     config = load_config(None, keys, {"transfer.role": role})
     with pytest.raises(ConfigError, match=r"transfer\.backend cuda_ipc needs a GPU; use auto or"):

@@ -109,7 +109,7 @@ def check_texts(config: Config, sizes: dict[str, Any], num_prefill: int = 1) -> 
 
 
 def test_what_cannot_be_transferred_yet_is_one_line() -> None:
-    asked = ["device=cpu", "load.format=dummy", "transfer.listen=127.0.0.1:0"]
+    asked = ["device=cpu", "load.format=dummy", "transfer.listen=127.0.0.1:1"]
     for more, line in (
         (["parallel.tp=2", "transfer.backend=cuda_ipc"], "transfer.backend cuda_ipc needs a para"),
         (["cache.prefix=false"], "transfer needs cache.prefix, which is false; drop one of them"),

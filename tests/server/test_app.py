@@ -104,6 +104,7 @@ def test_a_template_error_is_a_bad_request(api) -> None:
         (Refusal(0, RefusalKind.BUSY, "the machine is busy"), 503, "compiler_busy"),
         (Refusal(0, RefusalKind.TOO_LONG, "it can never fit"), 400, "context_length_exceeded"),
         (Refusal(0, RefusalKind.INVALID, "no such bias"), 400, "invalid_value"),
+        (Refusal(0, RefusalKind.NO_ADAPTER, "'a' is not loaded"), 404, "model_not_found"),
     ],
 )
 def test_what_the_engine_refuses_is_a_real_status(api, refusal, status, code, stream) -> None:

@@ -82,6 +82,12 @@ REFUSED = {
     "one more expectation": (post(HOST, LENGTH, "Expect: 100-continue, x"), 417),
     "two lines": (post(HOST, LENGTH, "Expect: 100-continue", "Expect: x=y"), 417),
     "an expectation without a body": (get(HOST, "Expect: 200-ok"), 417),
+    "a method that is not known": (get(HOST, first="FOO /v1/models HTTP/1.1"), 501),
+    "a method in small letters": (get(HOST, first="get /health HTTP/1.1"), 501),
+    "a longer method": (post(HOST, LENGTH).replace(b"POST", b"POSTS", 1), 501),
+    "an unknown method of HTTP/3.0": (get(HOST, first="FOO /health HTTP/3.0"), 400),
+    "a method with a colon": (get(HOST, first="F:O /health HTTP/1.1"), 400),
+    "the first bytes of TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
     "a space before the colon": (get(HOST, "a : b"), 400),
     "a folded header": (get(HOST, "a: b", " c"), 400),
 }  # fmt: skip
@@ -95,6 +101,20 @@ def test_refused_and_closed_at_once(api, name) -> None:
     assert answer.count(b"HTTP/1.1 ") == 1 and b"connection: close" in answer
     assert api.engine.generates == []
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+def test_a_method_that_is_not_known_is_named(api) -> None:
+    answer = sent(api, get(HOST, first="FOO /v1/models HTTP/1.1"))
+    head, _, data = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 501 Not Implemented\r\n")
+    assert json.loads(data)["error"] == {
+        "message": "the method FOO is not supported; use GET or POST",
+        "type": "server_error",
+        "param": None,
+        "code": "method_not_allowed",
+    }
+    two = sent(api, get(HOST) + get(HOST, first="FOO / HTTP/1.1"))  # the first one is answered
+    assert two.startswith(b"HTTP/1.1 200 ") and two.count(b"HTTP/1.1 ") == 1
 
 
 PASSED = {

@@ -314,7 +314,8 @@ def test_a_page_takes_a_few_milliseconds_at_most() -> None:
 def test_gauges_of_several_engines_are_summed_for_routers() -> None:
     """A router takes the first series of a name. A lost engine has none, and counts for none."""
     adapters = {"running": {"legal": 1, "other": 0}, "waiting": {"legal": 2}}
-    first = replace(STATS, adapter_slots=4, adapters=adapters)
+    slots = {"capacity": 4, "loaded": 2, "in_use": 1}
+    first = replace(STATS, adapter_slots=slots, adapters=adapters)
     second = replace(first, kv_usage=0.1, adapters={"running": {"other": 1}, "waiting": {}})
     engines = [seen(Metrics(), stats=one) for one in (first, second)]
     engines.append(replace(seen(Metrics()), stats=None))
@@ -333,5 +334,8 @@ def test_gauges_of_several_engines_are_summed_for_routers() -> None:
     for name in ("num_requests_running", "kv_cache_usage_perc", "lora_requests_info"):
         assert f'vllm:{name}{{model_name="demo",engine="' not in text
     assert 'vllm:prompt_tokens_total{model_name="demo",engine="1"} 100' in text.splitlines()
+    for state, count in slots.items():
+        line = f'nanovllm:adapter_slots{{model_name="demo",engine="1",state="{state}"}} {count}'
+        assert line in text.splitlines()
     none = [replace(engine, stats=None) for engine in engines]
     assert b"num_requests_running" not in render(none, [], summed=True)

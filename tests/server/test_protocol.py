@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from nanovllm.server.errors import MAX_MESSAGE_CHARS, ApiError
+from nanovllm.server.errors import MAX_MESSAGE_CHARS, ApiError, half_pair
 from nanovllm.server.protocol import WIDEST, ChatRequest, parse_request
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -102,6 +102,39 @@ def test_wrong_type(param, value) -> None:
     assert (error.status, error.code) == (400, "invalid_type")
     assert error.param in (param, f"{param}[0]")
     assert error.message.startswith(error.param) and "xpected" in error.message
+
+
+@pytest.mark.parametrize(
+    ("text", "param", "half"),
+    [
+        (r'{"messages": [{"role": "user", "content": "a\ud800"}]}', "messages[0].content", "d800"),
+        (r'{"messages": [{"role": "user", "content": "\udc00a"}]}', "messages[0].content", "dc00"),
+        (
+            r'{"messages": [{"role": "user", "content": [{"type": "text", "text": "\uD83D!"}]}]}',
+            "messages[0].content[0].text",
+            "d83d",
+        ),
+        (r'{"messages": [], "stop": ["a", "\udfff"]}', "stop[1]", "dfff"),
+        (r'{"messages": [], "tools": [{"function": {"\ud800": 1}}]}', "tools[0].function", "d800"),
+        (r'{"messages": [], "metadata": {"' + "k" * 500 + r'": "\ud800"}}', None, "d800"),
+    ],
+)  # fmt: skip
+def test_half_of_a_surrogate_pair_is_refused_by_its_field(
+    text: str, param: str | None, half: str
+) -> None:
+    error = refused(text.encode())
+    assert (error.status, len(error.param or "") <= 100) == (400, True)
+    if param is not None:
+        message = f"{param}: \\u{half} is half of a surrogate pair; send both halves"
+        assert (error.param, error.code, error.message) == (param, "invalid_value", message)
+    assert half in error.message
+
+
+def test_a_whole_surrogate_pair_is_a_character() -> None:
+    body = rb'{"messages": [{"role": "user", "content": "\ud83d\ude00"}]}'
+    (message,) = parse_request(body, model="m", vocab_size=9).messages
+    assert message.content == "\U0001f600"
+    assert half_pair(body) is None and half_pair(rb'{"a": "\ud800"') is None
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 // The requests by LoRA adapter, as a table. Hidden while the engine has no adapters.
 
 import { el, visible } from "./dom.js";
-import { counted } from "./words.js";
 
 const STATES = ["running", "waiting"];
+const count = (number) => (number ?? 0).toLocaleString("en");
 
 export class AdapterTable {
   constructor() {
@@ -23,17 +23,18 @@ export class AdapterTable {
     for (const [{ adapter, state }, value] of reading.list("nanovllm:adapter_requests")) {
       counts.set(adapter, { ...counts.get(adapter), [state]: value });
     }
-    const slots = Number(reading.list("vllm:lora_requests_info")[0]?.[0].max_lora);
-    const shown = JSON.stringify([slots, ...counts]);
+    const slots = reading.by("nanovllm:adapter_slots", "state");
+    const shown = JSON.stringify([...slots, ...counts]);
     if (shown === this._shown) return;
     this._shown = shown;
     this.node.hidden = counts.size === 0;
-    this._slots.textContent = `Requests by adapter. The device has room for ${counted(slots, "adapter")}.`;
+    this._slots.textContent = "Requests by adapter. "
+      + `Slots of the device in use: ${count(slots.get("in_use"))} of ${count(slots.get("capacity"))}.`;
     this._rows.replaceChildren(...[...counts].map(([name, byState]) => rowOf(name, byState)));
   }
 }
 
 function rowOf(name, byState) {
-  const numbers = STATES.map((state) => el("td", {}, (byState[state] ?? 0).toLocaleString("en")));
+  const numbers = STATES.map((state) => el("td", {}, count(byState[state])));
   return el("tr", {}, el("th", { scope: "row" }, visible(name)), numbers);
 }
