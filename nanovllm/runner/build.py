@@ -75,7 +75,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
     runner, recipe = with_caches(resolved, model, draft_model, adapters)
     captured = threading.Event()
     split = Split(int(recipe.cache.pages), recipe.cache, resolved.layout, resolved.page_tokens)
-    add_tiers(runner, config, resolved, split.host_pages, captured)
+    add_tiers(runner, config, resolved, num_pages=split.host_pages, captured=captured)
     pages = HostPages(runner.caches, 0, runner.states.saved_NX)
     runner.lender = lender_of(config, resolved, pages, int(recipe.cache.pages))
     sized = time.perf_counter()
