@@ -70,13 +70,12 @@ class Cache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     memory_fraction: float = 0.9  # usable part of the device's memory, including weights
     cpu_gib: float = 2.0  # memory of "auto" pages on a CPU, per rank
     # Number of recurrent states kept for reuse. auto: the number that fits in checkpoint_fraction
-    # of the memory for pages and checkpoints. Without recurrent layers there are none. If
-    # checkpoint_host_gib is not 0, they are in that much host memory per rank instead. Pages then
-    # get all of the device's memory.
+    # of the memory for pages and checkpoints. Without recurrent layers there are none. With a
+    # checkpoint_fraction of 0, they are part of host_gib, and pages get all of the device's memory.
     checkpoints: int | Auto = "auto"
     checkpoint_fraction: float = 0.25
-    checkpoint_host_gib: float = 0.0
-    # Host memory per rank for pages that leave the device (kv/tiers.py); pinned on a GPU. 0: none.
+    # Host memory per rank for pages that leave the device (kv/tiers.py), and for recurrent states
+    # with a checkpoint_fraction of 0 (kv/split.py); pinned on a GPU. 0: none.
     host_gib: float = 0.0
     disk: Disk | None = None  # below host memory; see disk_cache.py
     prefix: bool = True
@@ -261,6 +260,9 @@ def read_recipe(
         if path.startswith("model.") and path not in MODEL_KEYS:
             raise ConfigError(f"unknown key {path}; a model has {', '.join(MODEL_KEYS)}")
         put(raw, MODEL_KEYS.get(path, path), value)
+    if isinstance(cache := raw.get("cache"), dict) and "checkpoint_host_gib" in cache:
+        cure = "set cache.host_gib, and cache.checkpoint_fraction=0 to put recurrent states there"
+        raise ConfigError(f"cache.checkpoint_host_gib is part of cache.host_gib: {cure}")
     recipe = converted(raw, Recipe)
     _check_ranges(recipe)
     stated, where = recipe.server.api_key, "server.api_key (--api-key)"
@@ -315,7 +317,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "cache.cpu_gib": (0.001, 4096),
     "cache.checkpoints": (0, 1 << 20),
     "cache.checkpoint_fraction": (0, 0.9),
-    "cache.checkpoint_host_gib": (0, 4096),
     "cache.host_gib": (0, 4096),
     "schedule.slots": (1, 4096),
     "schedule.step_tokens": (1, 1 << 20),

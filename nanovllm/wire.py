@@ -194,7 +194,7 @@ class Stats(Struct, frozen=True, kw_only=True):
     # Cache tiers below the device (kv/tiers.py); empty if there are none. Gauges: "host.pages" and
     # "host.pages_used" (of page_tokens tokens each), "host.page_bytes" (of one rank), "arriving"
     # (requests that wait for a load), "host.queued" (pages to store), "host.loading" (pages in
-    # loads). Counters of tokens at admissions: "asked_tokens", "gpu.hit_tokens", "host.hit_tokens".
+    # loads). Counters of prompt tokens: "asked_tokens", "gpu.hit_tokens", "host.hit_tokens".
     # Other counters: "host.stored", "host.loaded", "host.dropped" (pages that were not stored),
     # "host.evicted" (pages), "host.failed" and "host.declined" (loads; the latter would cost more
     # than computing). Of rank 0: "host.store_bytes", "host.load_bytes", and the time of the copies
@@ -202,7 +202,8 @@ class Stats(Struct, frozen=True, kw_only=True):
     # "disk.stored", "disk.loaded", "disk.dropped" and "disk.failed", which mean the same, and the
     # gauges "disk.pages" and "disk.pages_used": files of pages in the folder, one per rank.
     # On a decode server their names begin with "peer." "loaded_tokens" is the part of cached_tokens
-    # that came from these tiers; the hit_tokens also count loads after preemptions.
+    # that came from these tiers. All hit_tokens are counted at a request's first start, so those of
+    # the GPU and of these tiers add up to cached_tokens.
     tiers: dict[str, float] = {}
     transfer: TransferStats | None = None  # only of prefill and decode servers
     # Slots for adapters on the device: "capacity", "loaded" (with an adapter), and "in_use" (by

@@ -106,7 +106,7 @@ DRIVEN_BY = {
     "tests/paper/test_sharing.py": "nanovllm/kv/keys.py",
     "tests/paper/test_arriving.py": """
         nanovllm/kv/below.py nanovllm/kv/costs.py nanovllm/kv/page_moves.py
-        nanovllm/kv/tiered.py nanovllm/kv/tiers.py""",
+        nanovllm/kv/host_slots.py nanovllm/kv/tiered.py nanovllm/kv/tiers.py""",
     "tests/paper/test_disk.py": """
         nanovllm/kv/page_writes.py nanovllm/kv/store_queue.py nanovllm/kv/tier_counts.py""",
     "tests/kv/disk/test_store_faults.py": """

@@ -44,12 +44,11 @@ from nanovllm.kv.costs import DISK_RATE, HOST_RATE, TransferCosts
 from nanovllm.kv.keys import Key, PageKeys
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.kv.memory import Found, Holding, KVMemory, Lent, Texts
-from nanovllm.kv.split import host_page_bytes, num_host_pages
+from nanovllm.kv.split import EVERY, Split, host_page_bytes
 from nanovllm.kv.tiered import TieredMemory
 from nanovllm.kv.tiers import MOST_STORING, HostTier
 from nanovllm.plan import Moved, Moves
 
-EVERY = 4096  # tokens; computing these again takes several times as long as a decode step
 LOOKED_AT = 32  # maximum number of waiting requests that are compared
 
 
@@ -370,10 +369,10 @@ def memory_of(layout: CacheLayout, cache: Cache, disk: Below | None = None) -> K
     """
     pages, page_tokens, prefix = int(cache.pages), int(cache.page_tokens), cache.prefix
     tier: HostTier | None = None
-    if cache.host_gib:
+    if host_pages := Split(pages, cache, layout, page_tokens).host_pages:
         page_bytes = host_page_bytes(layout, page_tokens)
         tier = HostTier(
-            num_host_pages(cache, layout, page_tokens),
+            host_pages,
             page_bytes=page_bytes,
             costs=TransferCosts(page_s=page_bytes / HOST_RATE, disk_page_s=page_bytes / DISK_RATE),
             most_queued=pages,

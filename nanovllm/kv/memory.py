@@ -44,6 +44,7 @@ class Holding:
     keys: PageKeys
     pages: list[int]
     num_named: int
+    num_fetched: int = 0  # of these, pages that came from the tier below host memory
 
 
 class Found(NamedTuple):
@@ -283,6 +284,12 @@ class KVMemory:
         """Return the prefix of a request after its load. None if it cannot be used any more."""
         holding = self._holdings[request_id]
         return Found(holding.pages, holding.num_named * self.page_tokens)
+
+    def started(self, request_id: int, num_prompt: int, num_cached: int, num_loaded: int) -> None:
+        """Note the first start of a request whose prompt has `num_prompt` tokens.
+
+        `num_cached` of them are cached. Of these, `num_loaded` came from tiers below the device.
+        """
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Note the time of a step that computed prompts only."""

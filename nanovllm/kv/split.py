@@ -2,7 +2,13 @@
 
 The states of all slots come first, since no request runs without one. Checkpoints get
 `cache.checkpoint_fraction` of the rest, or the bytes of `cache.checkpoints` states. Pages get the
-remainder. With `cache.checkpoint_host_gib`, checkpoints are in host memory and pages get it all.
+remainder. Pages in host memory get `cache.host_gib`.
+
+Decision: a fraction of 0 puts checkpoints in host memory, if there is any. Device memory is then
+all pages, and `cache.host_gib` is the budget of states and pages. By default there is a state for
+each EVERY tokens of the larger tier of pages. With as many `cache.checkpoints` as fit, there are no
+pages in host memory. The default fraction keeps checkpoints on the device: there, saving one takes
+no time, and 1.3 ms in host memory (Qwen3-Next).
 """
 
 from __future__ import annotations
@@ -15,6 +21,8 @@ from nanovllm.kv.layout import CacheLayout
 from nanovllm.schedule import given_or
 
 HOST_ALIGNED = 4096  # bytes; most file systems need it for direct I/O
+# Tokens between states of one prompt; computing these takes several times as long as a decode step.
+EVERY = 4096
 
 
 def running_bytes(layout: CacheLayout, recipe: Recipe) -> int:
@@ -29,41 +37,26 @@ def running_bytes(layout: CacheLayout, recipe: Recipe) -> int:
     return (int(recipe.schedule.slots) + 1) * each
 
 
+def are_checkpoints_in_host(cache: Cache, layout: CacheLayout) -> bool:
+    """Return True if checkpoints are part of `cache.host_gib`, and device memory is all pages."""
+    return layout.state is not None and cache.host_gib > 0 and not cache.checkpoint_fraction
+
+
 def room_for_pages(left: int, cache: Cache, layout: CacheLayout) -> int:
     """Return the bytes for pages. `left` is the memory that running states do not use."""
-    if cache.checkpoints == "auto" or cache.checkpoint_host_gib:
+    if cache.checkpoints == "auto" or are_checkpoints_in_host(cache, layout):
         return left - int(left * fraction_of(cache, layout))
     return left - cache.checkpoints * layout.bytes_per_state
 
 
 def fraction_of(cache: Cache, layout: CacheLayout) -> float:
     """Return the fraction of device memory, without running states, that checkpoints get."""
-    reused = layout.state is not None and cache.prefix and not cache.checkpoint_host_gib
-    return cache.checkpoint_fraction if reused else 0.0
+    return cache.checkpoint_fraction if layout.state is not None and cache.prefix else 0.0
 
 
 def host_page_bytes(layout: CacheLayout, page_tokens: int) -> int:
     """Return the bytes of a page of all layers in host memory, aligned for direct I/O."""
     return -(-layout.bytes_per_token * page_tokens // HOST_ALIGNED) * HOST_ALIGNED
-
-
-def num_host_pages(cache: Cache, layout: CacheLayout, page_tokens: int) -> int:
-    """Return the number of pages in host memory, per rank; 0 without `cache.host_gib`.
-
-    Raise ConfigError if it is too small for a page, or if nothing could be reused.
-    """
-    if not cache.host_gib:
-        return 0
-    if not cache.prefix:
-        raise ConfigError("cache.host_gib needs cache.prefix, which is false; drop one of them")
-    each = host_page_bytes(layout, page_tokens)
-    if (count := int(cache.host_gib * 2**30) // each) < 1:
-        least = -(-(10**6) * each // 2**30) / 10**6
-        raise ConfigError(
-            f"cache.host_gib is {cache.host_gib:g}; it must be 0, or at least {least:g} for a page "
-            f"of {page_tokens} tokens, {layout.bytes_per_token / 1024:g} KiB each"
-        )
-    return count
 
 
 def num_paged(layout: CacheLayout) -> int:
@@ -86,24 +79,55 @@ class Split(NamedTuple):
 
     @property
     def checkpoints(self) -> int:
-        """The number of checkpoints; 0 without recurrent layers or without prefix reuse.
-
-        Raise ConfigError if `cache.checkpoint_host_gib` is too small for them.
-        """
+        """The number of checkpoints; 0 without recurrent layers or without prefix reuse."""
         cache, layout, state = self.cache, self.layout, self.layout.bytes_per_state
-        if state and (gib := cache.checkpoint_host_gib):
-            fitting = int(gib * 2**30 / state)
-            count = given_or(cache.checkpoints, fitting if cache.prefix else 0)
-            if (least := max(1, count)) > fitting:
-                needed = f"at least {-(-1000 * least * state // 2**30) / 1000} for {least} states"
-                raise ConfigError(
-                    f"cache.checkpoint_host_gib is {gib:g}; it must be 0, or {needed}"
-                )
-            return count
+        if are_checkpoints_in_host(cache, layout):
+            return given_or(cache.checkpoints, self._balanced_checkpoints)
         share = fraction_of(cache, layout)
         pages = (self.pages + 1) * self.page_tokens * layout.bytes_per_token
         fitting = int(pages * share / (1 - share) / state) if share else 0
         return given_or(cache.checkpoints, fitting) if state else 0
+
+    @property
+    def _balanced_checkpoints(self) -> int:
+        """The number of checkpoints in host memory, one for each EVERY tokens of either tier.
+
+        There is at least one, and room for at least one page.
+        """
+        budget, state = self._host_budget, self.layout.bytes_per_state
+        own = self.pages * self.page_tokens // EVERY
+        below = budget // (state + EVERY * self.layout.bytes_per_token)
+        fitting = (budget - host_page_bytes(self.layout, self.page_tokens)) // state
+        return max(1, min(max(own, below), fitting))
+
+    @property
+    def _host_budget(self) -> int:
+        return int(self.cache.host_gib * 2**30)
+
+    @property
+    def host_pages(self) -> int:
+        """The number of pages in host memory, per rank; 0 without `cache.host_gib`.
+
+        Raise ConfigError if it is too small for a page or for the checkpoints, or if nothing could
+        be reused.
+        """
+        cache, size = self.cache, self.page_tokens
+        if not cache.host_gib:
+            return 0
+        if not cache.prefix:
+            raise ConfigError("cache.host_gib needs cache.prefix, which is false; drop one of them")
+        each, taken = host_page_bytes(self.layout, size), self.host_bytes
+        least = 0 if taken and cache.checkpoints != "auto" else 1
+        if (count := (self._host_budget - taken) // each) >= least:
+            return count
+        lacking = -(-(10**6) * (taken + least * each) // 2**30) / 10**6
+        page = f"a page of {size} tokens, {self.layout.bytes_per_token / 1024:g} KiB each"
+        states = f"{self.checkpoints} recurrent states"
+        parts = [states] * (taken > 0) + [page] * least
+        raise ConfigError(
+            f"cache.host_gib is {cache.host_gib:g}; it must be 0, or at least {lacking} for "
+            f"{' and '.join(parts)}"
+        )
 
     @property
     def host_bytes(self) -> int:
@@ -114,7 +138,7 @@ class Split(NamedTuple):
     def bytes(self) -> dict[str, int]:
         """Bytes of device memory by use, with the padding page."""
         pages = (self.pages + 1) * self.page_tokens * self.layout.bytes_per_token
-        states = 0 if self.cache.checkpoint_host_gib else self.checkpoints
+        states = 0 if are_checkpoints_in_host(self.cache, self.layout) else self.checkpoints
         return {"checkpoints": states * self.layout.bytes_per_state, "pages": pages}
 
     @property
@@ -125,8 +149,8 @@ class Split(NamedTuple):
     def pin(self) -> str:
         """The recipe keys that give the same split."""
         states = f", checkpoints: {self.checkpoints}" if self.layout.state is not None else ""
-        if self.host_bytes:
-            states += f", checkpoint_host_gib: {self.cache.checkpoint_host_gib}"
+        if are_checkpoints_in_host(self.cache, self.layout):
+            states += ", checkpoint_fraction: 0"
         if self.cache.host_gib:
             states += f", host_gib: {self.cache.host_gib}"
         return f"pages: {self.pages}{states}"
@@ -140,7 +164,7 @@ class Split(NamedTuple):
         """
         layout, size = self.layout, self.page_tokens
         numbers: dict[str, float] = {"pages": self.pages, "tokens": self.pages * size}
-        if below := num_host_pages(self.cache, layout, size):
+        if below := self.host_pages:
             each = host_page_bytes(layout, size)
             numbers |= {"pages in host memory": below, "tokens in host memory": below * size}
             numbers["all pages in the host's memory, GiB"] = ranks * below * each / 2**30

@@ -56,7 +56,7 @@ class TieredMemory(KVMemory):
         return []
 
     def _use(self, request_id: int, prefix: Found, loads: list[Key]) -> int:
-        """Also count the hits, and queue pages for a store that are on the device alone.
+        """Also queue pages for a store that are on the device alone.
 
         A load replaces the content of its pages, so the next plan must not zero them meanwhile.
         """
@@ -65,9 +65,6 @@ class TieredMemory(KVMemory):
         tier.touch(reversed(own))
         for key, page in zip(own, prefix.pages, strict=True):
             tier.note(key, page, is_issued=True)
-        cached = prefix.num_cached if prefix.source else len(own) * self.page_tokens
-        tier.counts["asked_tokens"] += len(holding.keys.tokens)
-        tier.counts["gpu.hit_tokens"] += cached
         state_to, parts = self._state_to_fetch(prefix, holding.keys, loads)
         if not loads and not parts:
             return 0
@@ -136,11 +133,19 @@ class TieredMemory(KVMemory):
         if load.request_id < 0:
             self._drop(load.pages)
         elif ok:
-            self._holdings[load.request_id].num_named += len(load.pages)
-            fetched = len(load.fetched) * self.page_tokens
-            tier.counts["host.hit_tokens"] += len(load.pages) * self.page_tokens - fetched
-            tier.counts["disk.hit_tokens"] += fetched
+            holding = self._holdings[load.request_id]
+            holding.num_named += len(load.pages)
+            holding.num_fetched = len(load.fetched)
         return load.request_id, ok
+
+    def started(self, request_id: int, num_prompt: int, num_cached: int, num_loaded: int) -> None:
+        """Count the prompt's hits by tier. They and the computed tokens are all of the prompt."""
+        counts = self.tier.counts
+        fetched = self._holdings[request_id].num_fetched * self.page_tokens
+        counts["asked_tokens"] += num_prompt
+        counts["gpu.hit_tokens"] += num_cached - num_loaded
+        counts["host.hit_tokens"] += num_loaded - fetched
+        counts["disk.hit_tokens"] += fetched
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         self.tier.costs.computed(num_tokens, seconds)

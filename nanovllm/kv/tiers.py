@@ -29,13 +29,14 @@ checked, and a page below may outlive the engine. Writes are dropped if too many
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Container, Iterable
 
 from msgspec.structs import replace
 
 from nanovllm.kv.below import Below
 from nanovllm.kv.costs import TransferCosts
+from nanovllm.kv.host_slots import HostSlots
 from nanovllm.kv.keys import Key, PageKeys
 from nanovllm.kv.page_moves import PageLoad, PageStore
 from nanovllm.kv.page_writes import PageWrites
@@ -47,10 +48,10 @@ MOST_STORING = 64  # pages in stores that have not ended; they cannot be evicted
 
 
 class HostTier:
-    """Host slots by page key, and the transfers in progress.
+    """Pages in host slots by key, and the transfers in progress.
 
-    Every slot is free, kept under a key, the target of a store or of a fetch, or an orphan:
-    forgotten while a load or a write still reads it. `forget` is called with each removed key.
+    A slot that is neither free nor kept (host_slots.py) is the target of a store or of a fetch.
+    `forget` is called with each key that is removed.
     """
 
     def __init__(
@@ -63,7 +64,6 @@ class HostTier:
         most_storing: int = MOST_STORING,
         below: Below | None = None,
     ) -> None:
-        self.num_slots = num_slots
         self.page_bytes = page_bytes
         self.costs = costs or TransferCosts()
         self.most_storing = most_storing
@@ -71,24 +71,25 @@ class HostTier:
         self.forget: Callable[[Key], None] = lambda _: None
         self.loads: dict[int, PageLoad] = {}
         self.stores: dict[int, PageStore] = {}
-        self._kept: OrderedDict[Key, int] = OrderedDict()  # least recently used first
-        self._free = list(range(num_slots))[::-1]
-        self._readers: Counter[int] = Counter()  # loads and writes by slot
-        self._orphans: set[int] = set()
         self._storing: dict[Key, PageStore] = {}
         self._unverified: set[Key] = set()  # keys whose content may contain NaN
         self._parts: set[Key] = set()  # of a state on its way to the disk
         self._ticket = 0
         self._moves = Moves([], [], [], [])
         self.counts: Counter[str] = Counter()  # the names are those of wire.Stats.tiers
+        self._slots = HostSlots(num_slots, self.counts, self._removed)
         self._queue = StoreQueue(most_queued, self.counts)
         self._writes = PageWrites(most_queued, self.counts)
         self.seconds = {"store": 0.0, "load": 0.0}
 
     # -- lookup -----------------------------------------------------------------------------
 
+    @property
+    def num_slots(self) -> int:
+        return self._slots.count
+
     def __contains__(self, key: Key) -> bool:
-        return key in self._kept
+        return key in self._slots
 
     def following(self, keys: PageKeys, first: int, end: int) -> list[Key]:
         """Return the keys of pages of a text, from index `first` on, up to the first gap.
@@ -97,11 +98,11 @@ class HostTier:
         """
         keys_below: list[Key] = []
         num_fetched = 0
-        room = self._num_blank() if self.below else 0
+        room = self._slots.num_blank if self.below else 0
         for index in range(first, end):
             key = keys.full(index)
             room -= 1  # a kept page of the load cannot be evicted, a fetched one needs a slot
-            is_kept = key in self._kept
+            is_kept = key in self._slots
             if room < 0 and (num_fetched or not is_kept):
                 break
             if not is_kept and not self._is_below(key):
@@ -109,10 +110,6 @@ class HostTier:
             num_fetched += not is_kept
             keys_below.append(key)
         return keys_below
-
-    def _num_blank(self) -> int:
-        """Return how many slots `_blank_slot` can return at most."""
-        return len(self._free) + len(self._kept) - len(self._readers)
 
     def state_keys(self, end: Key, num_pages: int) -> list[Key]:
         """Return the keys of the parts of the state after the page of key `end`.
@@ -122,7 +119,7 @@ class HostTier:
         """
         parts = [] if self.below is None else self.below.state_keys(end)
         is_valid = not any(map(self._writes.is_removed, parts))
-        return parts if is_valid and len(parts) + num_pages <= self._num_blank() else []
+        return parts if is_valid and len(parts) + num_pages <= self._slots.num_blank else []
 
     def _is_below(self, key: Key) -> bool:
         if self.below is None or key in self._storing or self._writes.is_removed(key):
@@ -134,9 +131,14 @@ class HostTier:
         """The tier below, if pages are written to it."""
         return None if self.below is None or self.below.is_remote else self.below
 
+    @property
+    def can_write(self) -> bool:
+        """Return True if there is a disk that can be written at present."""
+        return self.disk is not None and self.disk.can_write
+
     def num_fetched(self, keys: Iterable[Key]) -> int:
         """Return the number of pages that are not kept in host memory."""
-        return sum(key not in self._kept for key in keys)
+        return sum(key not in self._slots for key in keys)
 
     def is_worth(self, num_tokens: int, keys: list[Key]) -> bool:
         """Return True if these pages arrive sooner than the tokens could be computed.
@@ -167,9 +169,7 @@ class HostTier:
 
     def touch(self, keys: Iterable[Key]) -> None:
         """Count a use of kept pages. The last one is evicted last."""
-        for key in keys:
-            if key in self._kept:
-                self._kept.move_to_end(key)
+        self._slots.touch(keys)
 
     # -- stores -----------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class HostTier:
             self._queue.note(key, page, is_issued=is_issued)
 
     def _is_needed(self, key: Key) -> bool:
-        return key not in self._kept and key not in self._storing
+        return key not in self._slots and key not in self._storing
 
     @property
     def has_queued(self) -> bool:
@@ -201,7 +201,7 @@ class HostTier:
         """
         store = PageStore([], [], [])
         for key, page in pages.items():
-            if (slot := self._blank_slot()) < 0:
+            if (slot := self._slots.take()) < 0:
                 self.counts["host.dropped"] += 1
                 continue
             store.keys.append(key)
@@ -221,12 +221,12 @@ class HostTier:
         """Return True if the state after a page is on the disk, or on its way there."""
         assert self.disk is not None
         parts = self.disk.keys_of_parts(key)
-        return parts[0] in self._storing or parts[0] in self._kept or self._is_below(parts[0])
+        return parts[0] in self._storing or parts[0] in self._slots or self._is_below(parts[0])
 
     @property
     def may_store_state(self) -> bool:
         """Return True if no other state is being stored or written, and the disk is in use."""
-        return not self._parts and self.disk is not None and self.disk.can_write
+        return not self._parts and self.can_write
 
     def start_state_store(self, key: Key, checkpoint: int) -> int:
         """Start to store the checkpoint after a page, and then to write it to the disk.
@@ -236,10 +236,10 @@ class HostTier:
         """
         assert self.disk is not None
         parts = self.disk.keys_of_parts(key)
-        if len(parts) > self._num_blank():
+        if len(parts) > self._slots.num_blank:
             self.counts["disk.dropped"] += len(parts)
             return 0
-        store = PageStore(keys=parts, pages=[], slots=[self._blank_slot() for _ in parts])
+        store = PageStore(keys=parts, pages=[], slots=[self._slots.take() for _ in parts])
         self._storing |= dict.fromkeys(parts, store)
         self._parts.update(parts)
         self._writes.note_checked(parts, ())
@@ -250,31 +250,20 @@ class HostTier:
         self._moves.stores.append(copies)
         return self._ticket
 
-    def _blank_slot(self) -> int:
-        """Return a slot without content, or -1. If none is free, evict the least recently used."""
-        if self._free:
-            return self._free.pop()
-        for key, slot in self._kept.items():  # those being read were used lately: they come last
-            if slot not in self._readers:
-                self._remove(key)
-                self.counts["host.evicted"] += 1
-                return self._free.pop()
-        return -1
-
     def end_store(self, ticket: int, *, ok: bool) -> list[int]:
         """End a store, and return its pages, which the caller drops. Its slots are found now."""
         store = self.stores.pop(ticket)
         for key, slot in zip(store.keys, store.slots, strict=True):
             del self._storing[key]
-            if ok and key not in store.void and key not in self._kept:
-                self._kept[key] = slot
+            if ok and key not in store.void and key not in self._slots:
+                self._slots.keep(key, slot)
                 self.counts["host.stored"] += 1
                 if self._writes.is_checked(key):
                     self._queue_write(key)
             else:
-                self._free.append(slot)
+                self._slots.give_back([slot])
                 self._parts.discard(key)
-                if key not in self._kept:
+                if key not in self._slots:
                     self._unverified.discard(key)
         self._moves.ended.append(ticket)
         return store.pages
@@ -296,11 +285,11 @@ class HostTier:
         With `state_keys`, the load also brings a state, to a checkpoint.
         """
         self.touch(reversed(keys))
-        self._readers.update(self._kept[key] for key in keys if key in self._kept)
-        fetched = {key: self._blank_slot() for key in keys if key not in self._kept}
-        state = {key: self._blank_slot() for key in state_keys}
+        self._slots.begin_reads(key for key in keys if key in self._slots)
+        fetched = {key: self._slots.take() for key in keys if key not in self._slots}
+        state = {key: self._slots.take() for key in state_keys}
         assert -1 not in (*fetched.values(), *state.values()), "no slot for a part of a load"
-        slots = [fetched[key] if key in fetched else self._kept[key] for key in keys]
+        slots = [fetched[key] if key in fetched else self._slots[key] for key in keys]
         self._ticket += 1
         load = self.loads[self._ticket] = PageLoad(
             request_id=request_id,
@@ -326,14 +315,14 @@ class HostTier:
         fetched = set(load.fetched.values())
         own = [slot for slot in load.slots if slot not in fetched]
         for slot in own:
-            self._end_read(slot)
+            self._slots.end_read(slot)
         for key, slot in load.fetched.items():
-            is_new = key not in self._kept and key not in self._storing
+            is_new = self._is_needed(key)
             if ok and not load.is_void and is_new and slot not in blank:
-                self._kept[key] = slot
+                self._slots.keep(key, slot)
             else:
-                self._free.append(slot)
-        self._free += load.state.values()
+                self._slots.give_back([slot])
+        self._slots.give_back(load.state.values())
         self._moves.ended.append(ticket)
         if ok:
             self.counts["host.loaded"] += len(own)
@@ -345,14 +334,6 @@ class HostTier:
             for key in load.keys:
                 self.invalidate(key)
         return load, ok and not load.is_void
-
-    def _end_read(self, slot: int) -> None:
-        self._readers[slot] -= 1
-        if not self._readers[slot]:
-            del self._readers[slot]
-            if slot in self._orphans:
-                self._orphans.remove(slot)
-                self._free.append(slot)
 
     def abandon(self, request_id: int) -> set[int]:
         """Return the pages that a load still writes for a request that leaves. They stay held."""
@@ -381,25 +362,24 @@ class HostTier:
         """Queue pages for a write whose tokens have all been checked."""
         if self.disk is None:
             return
-        for key in self._writes.note_checked(keys, self._kept):
+        for key in self._writes.note_checked(keys, self._slots):
             self._queue_write(key)
 
     def _queue_write(self, key: Key) -> None:
         unneeded: Key | None = key
         is_known = self._writes.is_running(key) or self._is_below(key)
         if key not in self._unverified and not is_known:
-            can_write = self.disk is not None and self.disk.can_write
-            unneeded = self._writes.queue(key, can_write=can_write)
+            unneeded = self._writes.queue(key, can_write=self.can_write)
         if unneeded in self._parts:
-            self._remove(unneeded)
+            self._slots.remove(unneeded)
 
     def start_writes(self) -> None:
         """Start queued writes. Their slots are read until they end."""
         while (key := self._writes.next()) is not None:
-            if (slot := self._kept.get(key, -1)) < 0 or key in self._unverified:
+            if key not in self._slots or key in self._unverified:
                 continue
             self._ticket += 1
-            self._readers[slot] += 1
+            [slot] = self._slots.begin_reads([key])
             write = Write(self._ticket, slot, key)
             self._writes.start(write)
             self._moves.writes.append(write)
@@ -408,17 +388,17 @@ class HostTier:
         """End a write. Return False if the ticket is not that of a write."""
         if (write := self._writes.end(ticket, ok=ok)) is None:
             return False
-        self._end_read(write.slot)
+        self._slots.end_read(write.slot)
         self._moves.ended.append(ticket)
         if write.key in self._parts:  # the checkpoint is kept on the device
-            self._remove(write.key)
+            self._slots.remove(write.key)
         return True
 
     # -- content ----------------------------------------------------------------------------
 
     def mark_unverified(self, key: Key) -> None:
         """Note that the content under a key may contain NaN."""
-        if key in self._kept or key in self._storing:
+        if key in self._slots or key in self._storing:
             self._unverified.add(key)
 
     def is_unverified(self, key: Key) -> bool:
@@ -441,18 +421,13 @@ class HostTier:
             store.void.add(key)
         for load in self.loads.values():
             load.is_void = load.is_void or key in load.keys
-        if key in self._kept:
-            self._remove(key)
+        if key in self._slots:
+            self._slots.remove(key)
 
-    def _remove(self, key: Key) -> None:
-        slot = self._kept.pop(key)
+    def _removed(self, key: Key) -> None:
         self._unverified.discard(key)
         self._parts.discard(key)
         self._writes.forget(key)
-        if slot in self._readers:
-            self._orphans.add(slot)
-        else:
-            self._free.append(slot)
         self.forget(key)
 
     # -- plans ------------------------------------------------------------------------------
@@ -475,7 +450,7 @@ class HostTier:
         stats = {
             **self.counts,
             "host.pages": self.num_slots,
-            "host.pages_used": self.num_slots - len(self._free),
+            "host.pages_used": self._slots.num_used,
             "host.page_bytes": self.page_bytes,
             "host.queued": len(self._queue),
             "host.loading": sum(len(load.pages) for load in self.loads.values()),
@@ -490,9 +465,6 @@ class HostTier:
         loaded = [slot for load in self.loads.values() for slot in load.slots]
         reading = Counter(self._writes.slots)
         reading += Counter(loaded) - Counter(fetched)
-        assert reading == self._readers and self._orphans <= set(reading)
         parts = [slot for load in self.loads.values() for slot in load.state.values()]
-        places = [*self._free, *self._kept.values(), *stored, *fetched, *parts, *self._orphans]
-        assert sorted(places) == list(range(self.num_slots)), "a slot is lost or in two places"
-        assert set(reading) <= {*self._kept.values(), *self._orphans}, "a read slot is free"
-        assert self._unverified <= {*self._kept, *self._storing}
+        self._slots.check(reading, (*stored, *fetched, *parts))
+        assert all(key in self._slots or key in self._storing for key in self._unverified)

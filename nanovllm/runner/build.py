@@ -20,7 +20,7 @@ from nanovllm_kernels.device import FOLLOWING
 from nanovllm.attention.paged import CUTE_ROWS
 from nanovllm.config import Config, Recipe, cache_dir
 from nanovllm.kv.layout import CacheLayout
-from nanovllm.kv.split import Split, num_host_pages
+from nanovllm.kv.split import Split, are_checkpoints_in_host
 from nanovllm.layers.describe import products
 from nanovllm.log import Progress, fields
 from nanovllm.models.decoder import Decoder
@@ -74,7 +74,8 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
     adapters = adapters_of(resolved.recipe, model)
     runner, recipe = with_caches(resolved, model, draft_model, adapters)
     captured = threading.Event()
-    add_tiers(runner, config, resolved, captured)
+    split = Split(int(recipe.cache.pages), recipe.cache, resolved.layout, resolved.page_tokens)
+    add_tiers(runner, config, resolved, num_pages=split.host_pages, captured=captured)
     pages = HostPages(runner.caches, 0, runner.states.saved_NX)
     runner.lender = lender_of(config, resolved, pages, int(recipe.cache.pages))
     sized = time.perf_counter()
@@ -199,7 +200,7 @@ def with_caches(
             num_drafts=recipe.num_drafts,
             dtype=resolved.dtype,
             device=device,
-            in_host=recipe.cache.checkpoint_host_gib > 0,
+            in_host=are_checkpoints_in_host(recipe.cache, layout),
         )
         return Runner(
             model=model,
@@ -242,14 +243,14 @@ def with_caches(
 
 
 def add_tiers(
-    runner: Runner, config: Config, resolved: Resolved, captured: threading.Event
+    runner: Runner, config: Config, resolved: Resolved, num_pages: int, captured: threading.Event
 ) -> None:
     """Allocate pages in host memory, and open the disk or connect to peers, by the recipe.
 
     `captured` is set after the capture of graphs, during which no other thread may use the device.
     """
-    if count := num_host_pages(resolved.recipe.cache, resolved.layout, resolved.page_tokens):
-        pages = HostPages(runner.caches, count, runner.states.saved_NX)
+    if num_pages:
+        pages = HostPages(runner.caches, num_pages, runner.states.saved_NX)
         remote = remote_of(config, resolved, pages, captured)
         open_below = remote or disk_of(config, resolved, pages.state_parts)
         runner.mover = Mover(pages, open_below)

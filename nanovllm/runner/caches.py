@@ -129,7 +129,7 @@ class States:
         place = "cpu" if in_host else device
         self.saved_NX = self.rows_NX.new_zeros(num_checkpoints, row, device=place)
         if in_host and device.type == "cuda" and num_checkpoints:
-            pin(self.saved_NX, self, "cache.checkpoint_host_gib")
+            pin(self.saved_NX, self, "cache.host_gib")
         recurrent = part(self.rows_NX, recurrent_dtype, matrices)
         saved_recurrent = part(self.saved_NX, recurrent_dtype, matrices)
         conv = part(self.rows_NX[:, at:], dtype, inputs)

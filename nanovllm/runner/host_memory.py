@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nanovllm.config import ConfigError
-from nanovllm.kv.split import Split, host_page_bytes, num_host_pages
+from nanovllm.kv.split import Split, host_page_bytes
 from nanovllm.runner.resolved import GIB, Resolved
 
 NO_LIMIT = 1 << 60  # control groups without a limit report a larger number
@@ -59,21 +59,17 @@ def host_left(resolved: Resolved, split: Split, adapters: AdapterMemory) -> int:
 
     Raise ConfigError with the arithmetic if they do not fit.
     """
-    cache, left = resolved.recipe.cache, host_share(resolved.mesh.size, resolved.recipe.parallel.dp)
-    if split.host_bytes > left:
+    left = host_share(resolved.mesh.size, resolved.recipe.parallel.dp)
+    below = split.host_pages
+    taken = split.host_bytes + below * host_page_bytes(resolved.layout, resolved.page_tokens)
+    if taken > left:
+        parts = [f"{below:,} pages"] * (below > 0)
+        parts += [f"{split.checkpoints:,} recurrent states"] * (split.host_bytes > 0)
         raise ConfigError(
-            f"cache.checkpoint_host_gib: a rank's checkpoints take {gib(split.host_bytes)}; this "
-            f"machine has {gib(left)} available for it"
-        )
-    left -= split.host_bytes
-    below = num_host_pages(cache, resolved.layout, resolved.page_tokens)
-    below_bytes = below * host_page_bytes(resolved.layout, resolved.page_tokens)
-    if below_bytes > left:
-        raise ConfigError(
-            f"cache.host_gib: a rank's {below:,} pages in host memory take {gib(below_bytes)}; "
+            f"cache.host_gib: a rank's {' and '.join(parts)} in host memory take {gib(taken)}; "
             f"this machine has {gib(left)} available for them"
         )
-    left -= below_bytes
+    left -= taken
     if adapters.host_bytes > left:
         raise ConfigError(
             f"adapters.names: a rank's adapters in host memory take {adapters.arithmetic}; this "

@@ -22,7 +22,7 @@ from nanovllm.attention.choose import choose_backend
 from nanovllm.attention.grouped import bytes_of_element
 from nanovllm.config import Cache, Config, ConfigError, Recipe, resolve_context
 from nanovllm.kv.layout import CacheLayout
-from nanovllm.kv.split import Split, num_host_pages, room_for_pages, running_bytes
+from nanovllm.kv.split import Split, room_for_pages, running_bytes
 from nanovllm.layers.kernels import BESIDE, OPERATIONS, fastest, reason, select_ops
 from nanovllm.layers.ops import Ops
 from nanovllm.models.config import read_model_config
@@ -140,9 +140,10 @@ def resolve_config(config: Config, mesh: Mesh | None = None) -> Resolved:
         layout = layout.followed_by(loader.layout)
     recipe = without_autos(config.recipe, device, dtype, model_config.STEP_TOKENS)
     wanted, longest = recipe.server.max_model_tokens, model_config.max_position_embeddings
-    if num_host_pages(recipe.cache, layout, int(recipe.cache.page_tokens)) and mesh.lanes > 1:
-        raise ConfigError("cache.host_gib needs parallel.ep of at most tp; drop one of them")
     pages = known_pages(recipe, layout) or MEASURED_LATER
+    check_host_pages(
+        recipe, Split(pages, recipe.cache, layout, int(recipe.cache.page_tokens)), mesh
+    )
     most = fitting_context(wanted, longest, pages, recipe, layout=layout)
     recipe = replace(recipe, server=replace(recipe.server, max_model_tokens=most))
     choose = partial(
@@ -287,6 +288,23 @@ def pages_in(left: int, cache: Cache, layout: CacheLayout) -> int:
             "raise cache.memory_fraction (cache.cpu_gib on a CPU) or lower schedule.step_tokens"
         )
     return pages
+
+
+def check_host_pages(recipe: Recipe, split: Split, mesh: Mesh) -> None:
+    """Raise ConfigError if the recipe needs pages in host memory, or cannot have them."""
+    if split.host_pages:
+        if mesh.lanes > 1:
+            raise ConfigError("cache.host_gib needs parallel.ep of at most tp; drop one of them")
+        return
+    for key, needs in (
+        ("cache.disk", recipe.cache.disk is not None),
+        ("transfer.role decode", recipe.transfer is not None and recipe.transfer.role == "decode"),
+    ):
+        if needs:
+            raise ConfigError(
+                f"{key} needs pages in host memory, but {split.checkpoints} recurrent states take "
+                f"all of cache.host_gib; lower cache.checkpoints"
+            )
 
 
 def known_pages(recipe: Recipe, layout: CacheLayout) -> int | None:

@@ -251,6 +251,7 @@ class Queue:
             self.prompt_tokens += request.num_prompt
             self.cached_tokens += known.num_cached
             self.loaded_tokens += num_loaded
+            self.memory.started(request.id, request.num_prompt, known.num_cached, num_loaded)
         admit = Admit(
             slot=request.slot,
             tokens=request.tokens.tobytes(),

@@ -203,7 +203,8 @@ def test_pages_in_the_hosts_memory_are_planned() -> None:
 
 def test_checkpoints_in_the_hosts_memory_are_planned() -> None:
     shape = ("qwen3-next-80b-a3b", "quantize=fp8", "parallel.tp=1", "schedule.slots=64")
-    on_device, plan = on_h200(*shape), on_h200(*shape, "cache.checkpoint_host_gib=64")
+    in_host = ("cache.checkpoint_fraction=0", "cache.host_gib=64", "cache.checkpoints=889")
+    on_device, plan = on_h200(*shape), on_h200(*shape, *in_host)
     assert plan.room == on_device.room and plan.used == on_device.used
     assert plan.split.bytes["checkpoints"] == 0
     assert plan.pages / on_device.pages == pytest.approx(1 / 0.75, rel=0.01)
@@ -212,14 +213,14 @@ def test_checkpoints_in_the_hosts_memory_are_planned() -> None:
     assert found["all checkpoints in the host's memory, GiB"] == pytest.approx(64, abs=0.1)
     assert plan.problem([32768]) == ""
     line = pins(plan).splitlines()[1]
-    assert "checkpoints: 889, checkpoint_host_gib: 64.0," in line
+    assert "checkpoints: 889, checkpoint_fraction: 0, host_gib: 64.0," in line
     again = plan_of(config_of(*shape, line.replace(": ", "=", 1)), H200, 1)
     assert (again.pages, again.split.checkpoints) == (plan.pages, 889)
-    cut = on_h200(shape[0], "quantize=fp8", "cache.checkpoint_host_gib=64", tp=2)
-    assert cut.split.checkpoints == pytest.approx(2 * 889, abs=2)  # of each rank
-    three = on_h200(shape[0], "quantize=fp8", "cache.checkpoint_host_gib=64", "parallel.dp=3", tp=2)
+    cut = on_h200(shape[0], "quantize=fp8", *in_host, tp=2)  # of each rank
+    assert cut.split.host_bytes / GIB == pytest.approx(32, abs=0.1)
+    three = on_h200(shape[0], "quantize=fp8", *in_host, "parallel.dp=3", tp=2)
     host = numbers(three, [500])["all checkpoints in the host's memory, GiB"]
-    assert host == pytest.approx(3 * 2 * 64, abs=0.3)  # two ranks of three engines
+    assert host == pytest.approx(3 * 2 * 32, abs=0.3)  # two ranks of three engines
 
 
 # -- models that do not fit --------------------------------------------------------------------

@@ -17,13 +17,13 @@ SMALL = ("--device", "cpu", "--set", "cache.pages=24", "--set", "cache.page_toke
 QUESTIONS = "My name is {}. " * 12 + "What is nanovllm?", "And what is a page?"
 
 
-def answer(server: Server, messages: list[Any], salt: str) -> tuple[str | None, int]:
-    """Return the text, and the number of cached tokens."""
+def answer(server: Server, messages: list[Any], salt: str) -> tuple[str | None, int, int]:
+    """Return the text, and the numbers of prompt tokens and of cached ones by usage."""
     body = asked("", temperature=0, max_tokens=16) | {"messages": messages}
     found = server.client().chat.completions.create(**body, extra_body={"cache_salt": salt})
     assert found.usage is not None and found.usage.prompt_tokens_details is not None
     cached = found.usage.prompt_tokens_details.cached_tokens or 0
-    return found.choices[0].message.content, cached
+    return found.choices[0].message.content, found.usage.prompt_tokens, cached
 
 
 def test_conversations_come_back_from_host_memory_and_from_disk(tmp_path: Path) -> None:
@@ -31,17 +31,19 @@ def test_conversations_come_back_from_host_memory_and_from_disk(tmp_path: Path) 
     tiers = "--set", "cache.host_gib=0.1", "--set", f"cache.disk={{path: {tmp_path}, gib: 1}}"
     server = start(*SMALL, *tiers)
     past: dict[str, list[Any]] = {name: [] for name in ("Ada", "Grace", "Edsger")}
-    latest = {}
+    latest, usages = {}, list[tuple[int, int]]()
     for question in QUESTIONS:
         for name, messages in past.items():
             content = question.format(*[name] * 12)
             messages.append({"role": "user", "content": content})
             latest[name] = answer(server, messages, "a")
+            usages.append(latest[name][1:])
             messages.append({"role": "assistant", "content": latest[name][0]})
     for name, messages in past.items():
-        text, cached = latest[name]
+        text, length, cached = latest[name]
         assert text and cached >= 96
-        assert answer(server, messages[:-1], f"not {name}") == (text, 0)
+        assert answer(server, messages[:-1], f"not {name}") == (text, length, 0)
+        usages.append((length, 0))
     eventually(lambda: len([*tmp_path.glob("pages/*/*")]) >= 3 * 2 * 6, 20)
     # Observers: the metrics of tiers, and the tokens that log lines report as loaded.
     page = samples_of(httpx.get(f"{server.url}/metrics").text)
@@ -49,6 +51,11 @@ def test_conversations_come_back_from_host_memory_and_from_disk(tmp_path: Path) 
     local = by_label(page, "vllm:prefix_cache_hits_total")[""]
     assert hits == by_label(page, "vllm:external_prefix_cache_hits_total")[""] >= 96
     assert local + hits == by_label(page, "vllm:prompt_tokens_cached_total")[""]
+    prompt, cached = (sum(counts) for counts in zip(*usages, strict=True))
+    assert local + hits == cached
+    sources = by_label(page, "vllm:prompt_tokens_by_source_total", "source")
+    assert sum(sources.values()) == by_label(page, "vllm:prompt_tokens_total")[""] == prompt
+    assert sources["local_compute"] == prompt - cached
     used = by_label(page, "nanovllm:tier_pages", "tier", "state")
     assert 0 < used["host/used"] <= used["host/capacity"]
     assert 0 < used["disk/used"] <= used["disk/capacity"]
@@ -58,7 +65,7 @@ def test_conversations_come_back_from_host_memory_and_from_disk(tmp_path: Path) 
     assert sum(tokens for _, tokens in counts) == hits
     assert all(0 < tokens <= cached for cached, tokens in counts)
     server = start(*SMALL, *tiers)
-    text, cached = answer(server, past["Grace"][:-1], "a")
+    text, _, cached = answer(server, past["Grace"][:-1], "a")
     assert text == latest["Grace"][0] and cached >= 96
     assert server.stop() == 0
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from nanovllm.config import Config, Speculate
 from nanovllm.kv.hybrid import HybridMemory
+from nanovllm.runner.resolved import resolve_config
 from tests.engine.test_ranks import cut, ranked
 from tests.models.tiny import CASES, config_of, make_tiny
 from tests.whole_engine import WholeEngine, greedy, prompts_of
@@ -74,7 +75,8 @@ def test_long_texts_are_the_references(told: PlanMessage) -> None:
     step_tokens=st.integers(9, 140),
     depth=st.integers(0, 2),
     checkpoints=st.integers(0, 12),
-    checkpoint_host_gib=st.sampled_from([0.0, 0.01]),
+    checkpoint_fraction=st.sampled_from([0.25, 0.0]),
+    host_gib=st.sampled_from([0.0, 0.01]),
     drafts=st.booleans(),
     order=st.permutations(range(7)),
 )
@@ -141,10 +143,11 @@ def test_text_is_the_same_with_checkpoints_in_the_hosts_memory(
     """
     config, prompts, expected = told
     found = []
-    for gib in (0.0, 0.01):
+    states = checkpoints * resolve_config(config).layout.bytes_per_state
+    for gib in (0.0, states / 2**30):  # no pages in host memory
         engine = WholeEngine(
             config, pages=pages, slots=6, step_tokens=48, checkpoints=checkpoints,
-            checkpoint_host_gib=gib, speculate=NGRAM if drafts else None,
+            checkpoint_fraction=0.0, host_gib=gib, speculate=NGRAM if drafts else None,
         )  # fmt: skip
         for turn in range(2):
             for i, prompt in enumerate(prompts):
@@ -157,6 +160,7 @@ def test_text_is_the_same_with_checkpoints_in_the_hosts_memory(
         events = stats.checkpoint_events
         assert min(events["saved"], events["restored"], sum(engine.cached.values())) > 0
         assert stats.num_preemptions > 0 if pages < 100 else events["evicted"] > 0
+        assert engine.scheduler.stats().tiers == {}
         assert engine.runner.states.saved_NX.abs().amax(1).min() > 0  # each place was used
         found.append((engine.cached, events))
     assert found[0] == found[1]
@@ -179,9 +183,8 @@ def test_two_ranks_write_long_texts_with_drafts(
     family, overrides = CASES[f"{case} that repeats itself"]
     model = make_tiny(tmp_path, family, **{**overrides, "num_experts": 6})
     prompts, expected = long_prompts(model)
-    sizes = dict(
-        pages=80, slots=5, step_tokens=64, checkpoints=8, checkpoint_host_gib=0.01, speculate=NGRAM
-    )
+    sizes = dict(pages=80, slots=5, step_tokens=64, checkpoints=8, speculate=NGRAM)
+    sizes |= dict(checkpoint_fraction=0.0, host_gib=0.01)
     config = cut(config_of(tmp_path), tp, ep)
     with ranked(config, tp, tmp_path, **sizes) as engine:
         for i, prompt in enumerate(prompts):

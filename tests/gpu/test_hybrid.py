@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from nanovllm.bench.graphs import measure
 from nanovllm.config import Kernels, Speculate
 from nanovllm.kv.hybrid import HybridMemory
+from nanovllm.runner.resolved import resolve_config
 from nanovllm.wire import Sampling
 from tests.gpu.test_engine import Made, reference_logprobs
 from tests.models.tiny import NEXT, config_of, make_tiny
@@ -83,10 +84,11 @@ def test_text_is_the_same_with_checkpoints_in_the_hosts_memory(made: Made, delta
     config, _ = made
     recipe = replace(config.recipe, device="cuda", kernels=Kernels(delta=delta))
     found = []
-    for gib in (0.0, 0.5):
+    states = 5 * resolve_config(replace(config, recipe=recipe)).layout.bytes_per_state
+    for gib in (0.0, states / 2**30):  # no pages in host memory
         engine = WholeEngine(
             replace(config, recipe=recipe), pages=60, page_tokens=16, slots=6, step_tokens=96,
-            checkpoints=5, checkpoint_host_gib=gib, max_tokens=300,
+            checkpoints=5, checkpoint_fraction=0.0, host_gib=gib, max_tokens=300,
         )  # fmt: skip
         assert isinstance(engine.memory, HybridMemory)
         engine.memory.every = 32

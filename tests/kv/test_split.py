@@ -14,7 +14,6 @@ from nanovllm.kv.layout import CacheLayout, PagedGroup, StateGroup
 from nanovllm.kv.split import (
     Split,
     decode_bytes,
-    num_host_pages,
     num_paged,
     room_for_pages,
     running_bytes,
@@ -32,8 +31,8 @@ DENSE = CacheLayout(paged=NEXT.paged)
 
 def test_pages_in_host_memory_are_counted_and_pinned_in_a_plan() -> None:
     cache = Cache(host_gib=3.0)
-    assert num_host_pages(cache, DENSE, PAGE) == 1024 and num_host_pages(Cache(), DENSE, PAGE) == 0
     split = Split(10, cache, DENSE, PAGE)
+    assert split.host_pages == 1024 and Split(10, Cache(), DENSE, PAGE).host_pages == 0
     numbers = split.numbers([500], ranks=2)
     assert numbers["pages in host memory"] == 1024
     assert numbers["tokens in host memory"] == 131_072
@@ -112,51 +111,76 @@ def test_all_of_a_cache_is_counted() -> None:
     )
 
 
-@pytest.mark.parametrize("checkpoints", ["auto", 400])
-def test_checkpoints_in_the_hosts_memory_leave_pages_the_device(checkpoints) -> None:
-    cache = Cache(checkpoints=checkpoints, checkpoint_fraction=0.0, checkpoint_host_gib=40)
+def test_checkpoints_in_host_memory_leave_device_memory_to_pages() -> None:
+    """One budget has both: of 40 GiB, 400 states take 28.8, and pages the rest."""
+    cache = Cache(checkpoints=400, checkpoint_fraction=0.0, host_gib=40)
     assert room_for_pages(30 * GIB, cache, NEXT) == 30 * GIB
     split, state = Split(999, cache, NEXT, PAGE), NEXT.bytes_per_state
-    count = 40 * GIB // state if checkpoints == "auto" else 400
-    assert (split.checkpoints, split.host_bytes) == (count, count * state)
+    assert (split.checkpoints, split.host_bytes) == (400, 400 * state)
+    assert split.host_pages == (40 * GIB - 400 * state) // (PAGE * NEXT.bytes_per_token) == 3_828
     assert split.bytes == {"checkpoints": 0, "pages": 1000 * PAGE * NEXT.bytes_per_token}
     assert split.total == split.bytes["pages"]
-    assert split.pin == f"pages: 999, checkpoints: {count}, checkpoint_host_gib: 40"
+    assert split.pin == "pages: 999, checkpoints: 400, checkpoint_fraction: 0, host_gib: 40"
     for ranks in (1, 4):
         found = split.numbers([], ranks)
         assert (found["checkpoints"], found["all checkpoints in the host's memory, GiB"]) == (
-            count,
-            ranks * count * state / GIB,
+            400,
+            ranks * 400 * state / GIB,
         )
-    on_device = Split(999, Cache(), NEXT, PAGE)
-    assert on_device.host_bytes == 0 and "host" not in on_device.pin
+        assert found["all pages in the host's memory, GiB"] == ranks * 3_828 * 3 / 1024
+    on_device = Split(999, Cache(host_gib=40), NEXT, PAGE)
+    assert on_device.host_bytes == 0 and on_device.host_pages == 40 * 1024 // 3
+    assert on_device.pin == f"pages: 999, checkpoints: {on_device.checkpoints}, host_gib: 40"
+
+
+@pytest.mark.parametrize(
+    ("device_pages", "gib", "states", "host_pages"),
+    [
+        (1_600, 64, 386, 12_364),  # 50 states suffice for the device, 386 for host memory
+        (16_000, 64, 500, 9_564),  # the device has more pages than host memory
+        (16_000, 8, 111, 4),  # too little for the device's pages
+    ],
+)
+def test_there_is_a_state_for_each_4096_tokens_of_the_larger_tier(
+    device_pages, gib, states, host_pages
+) -> None:
+    split = Split(device_pages, Cache(checkpoint_fraction=0.0, host_gib=gib), NEXT, PAGE)
+    assert (split.checkpoints, split.host_pages) == (states, host_pages)
+    taken = split.host_bytes + host_pages * PAGE * NEXT.bytes_per_token
+    assert 0 <= gib * GIB - taken < PAGE * NEXT.bytes_per_token
+
+
+def test_all_of_the_budget_may_be_states() -> None:
+    cache = Cache(
+        checkpoints=555, checkpoint_fraction=0.0, host_gib=555 * NEXT.bytes_per_state / GIB
+    )
+    split = Split(999, cache, NEXT, PAGE)
+    assert (split.checkpoints, split.host_pages) == (555, 0)
 
 
 def test_where_no_state_is_reused_the_host_keeps_none() -> None:
-    cache = Cache(checkpoint_host_gib=40)
-    dense = Split(999, cache, DENSE, PAGE)
-    assert (dense.checkpoints, dense.host_bytes, dense.pin) == (0, 0, "pages: 999")
-    assert Split(999, Cache(checkpoint_host_gib=40, prefix=False), NEXT, PAGE).host_bytes == 0
+    dense = Split(999, Cache(checkpoint_fraction=0.0, host_gib=3), DENSE, PAGE)
+    assert (dense.checkpoints, dense.host_bytes, dense.host_pages) == (0, 0, 1024)
+    assert dense.pin == "pages: 999, host_gib: 3"
+    assert Split(999, Cache(checkpoint_fraction=0.0), NEXT, PAGE).checkpoints == 0
 
 
 @pytest.mark.parametrize(
     ("checkpoints", "gib", "needed"),
     [
-        ("auto", 0.07, "0.072 for 1 states"),
-        (0, 0.07, "0.072 for 1 states"),
-        (200, 14, "14.393 for 200 states"),
+        ("auto", 0.07, "0.074891 for 1 recurrent states and a page of 128 tokens, 24 KiB each"),
+        (0, 0.002, "0.00293 for a page of 128 tokens, 24 KiB each"),
+        (200, 14, "14.39209 for 200 recurrent states"),
     ],
 )
-def test_too_little_memory_of_the_host_is_one_line(checkpoints, gib, needed) -> None:
-    cache = Cache(checkpoints=checkpoints, checkpoint_host_gib=gib)
+def test_too_little_host_memory_is_one_line(checkpoints, gib, needed) -> None:
+    cache = Cache(checkpoints=checkpoints, checkpoint_fraction=0.0, host_gib=gib)
     with pytest.raises(ConfigError) as caught:
-        Split(999, cache, NEXT, PAGE).checkpoints  # noqa: B018
-    line = f"cache.checkpoint_host_gib is {gib}; it must be 0, or at least {needed}"
-    assert str(caught.value) == line
-    enough = Cache(checkpoints=checkpoints, checkpoint_host_gib=float(needed.split()[0]))
-    assert Split(999, enough, NEXT, PAGE).checkpoints == (
-        1 if checkpoints == "auto" else checkpoints
-    )
+        Split(999, cache, NEXT, PAGE).host_pages  # noqa: B018
+    assert str(caught.value) == f"cache.host_gib is {gib}; it must be 0, or at least {needed}"
+    found = Split(999, replace(cache, host_gib=float(needed.split()[0])), NEXT, PAGE)
+    expected = {"auto": (1, 1), 0: (0, 1), 200: (200, 0)}
+    assert (found.checkpoints, found.host_pages) == expected[checkpoints]
 
 
 def test_what_a_decode_row_moves() -> None:

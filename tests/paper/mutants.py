@@ -29,6 +29,7 @@ TIERED, TIERS, LOOP = (
     "nanovllm/engine/loop.py",
 )
 WRITES, QUEUED = "nanovllm/kv/page_writes.py", "nanovllm/kv/store_queue.py"
+SLOTS = "nanovllm/kv/host_slots.py"
 REMOTE, TICKETS = "nanovllm/transfer/remote_pages.py", "nanovllm/transfer/tickets.py"
 HANDOVER = "test_the_text_is_right_whatever_happens_to_the_engines"
 STORE, HEALTH = "nanovllm/kv/disk/store.py", "nanovllm/kv/disk/health.py"
@@ -228,13 +229,13 @@ MUTANTS = [
     Mutant("an arriving request is planned", QUEUE, "                if request.state is State.PREFILLING:\n                    self._feed(request, plan)", "                self._feed(request, plan)", "test_an_arriving_request_is_not_planned_and_delays_no_other"),
     Mutant("stored before the plan that fills it", TIERED, "holding.pages[i], is_issued=False)", "holding.pages[i], is_issued=True)", "test_an_evicted_prompt_comes_back"),
     Mutant("stored before the plan that fills it again", QUEUED, " and key not in unfilled:", ":", "test_a_page_with_its_former_text_is_stored_after_it_is_filled"),
-    Mutant("a slot is found before its store has ended", TIERS, "            self._storing[key] = store\n", "            self._storing[key] = store\n            self._kept[key] = slot\n", "test_an_evicted_prompt_comes_back"),
+    Mutant("a slot is found before its store has ended", TIERS, "            self._storing[key] = store\n", "            self._storing[key] = store\n            self._slots.keep(key, slot)\n", "test_an_evicted_prompt_comes_back"),
     Mutant("a page is evicted during its store", TIERED, "            self.pool.hold(page)\n", "            pass\n", "test_an_evicted_prompt_comes_back"),
     Mutant("another page than the named one is stored", TIERED, "if self._page_of.get(key) == page}", "if page}", "test_a_page_that_was_evicted_before_its_store_is_not_stored"),
-    Mutant("loaded from the wrong slot", TIERS, "slots = [fetched[key] if key in fetched else self._kept[key] for key in keys]", "slots = [self._kept[key] for key in reversed(keys)]", "test_an_evicted_prompt_comes_back"),
+    Mutant("loaded from the wrong slot", TIERS, "slots = [fetched[key] if key in fetched else self._slots[key] for key in keys]", "slots = [self._slots[key] for key in reversed(keys)]", "test_an_evicted_prompt_comes_back"),
     Mutant("loaded to the wrong pages", TIERED, "pages = holding.pages[len(own) : len(own) + len(loads)]", "pages = holding.pages[-len(loads) :]", "test_an_evicted_prompt_comes_back"),
-    Mutant("a slot is evicted while a load reads it", TIERS, "            if slot not in self._readers:\n                self._remove", "            if True:\n                self._remove", "test_a_slot_is_not_replaced_while_a_load_reads_it"),
-    Mutant("a forgotten slot is free while a load reads it", TIERS, "        if slot in self._readers:\n            self._orphans.add(slot)\n        else:\n            self._free.append(slot)", "        self._free.append(slot)", "test_a_slot_is_not_replaced_while_a_load_reads_it"),
+    Mutant("a slot is evicted while a load reads it", SLOTS, "            if slot not in self._readers:\n                self.remove", "            if True:\n                self.remove", "test_a_slot_is_not_replaced_while_a_load_reads_it"),
+    Mutant("a forgotten slot is free while a load reads it", SLOTS, "        if slot in self._readers:\n            self._orphans.add(slot)\n        else:\n            self._free.append(slot)", "        self._free.append(slot)", "test_a_slot_is_not_replaced_while_a_load_reads_it"),
     Mutant("a failed load counts as arrived", QUEUE, "        if ok:\n            self._arrived.add(request)\n", "        if True:\n            self._arrived.add(request)\n", "test_after_a_failed_load_all_compute"),
     Mutant("after a failed load the next one is tried", QUEUE, "        request.may_load = False\n", "", "test_a_failed_load_is_not_tried_again"),
     Mutant("pages of a failed load are not cleaned", TIERED, "        self._dirty.update(load.pages)  # a failed load may have written anything\n", "", "test_pages_of_a_failed_load_are_cleaned"),
@@ -262,7 +263,7 @@ MUTANTS = [
     Mutant("a lent state is not held", HYBRID, "        if lent.pages:\n            self.states.hold(state.id)\n", "", HANDOVER),
     Mutant("a held state is overwritten", STATES, "        values_C[self._num_holders_C > 0] = np.inf\n", "", HANDOVER),
     Mutant("lent pages are not held", MEMORY, "            self.pool.hold(page)\n        return Lent(", "            pass\n        return Lent(", HANDOVER),
-    Mutant("slots of a state are lost", TIERS, "        self._free += load.state.values()\n", "", HANDOVER),
+    Mutant("slots of a state are lost", TIERS, "        self._slots.give_back(load.state.values())\n", "", HANDOVER),
     Mutant("a ticket serves any prompt", REMOTE, " or key_of(count - 1) != ticket.text:", ":", HANDOVER),
     Mutant("unread tickets are not declined", REMOTE, "if not offer.is_read and all(", "if False and all(", HANDOVER),
     Mutant("a transfer ends before all ranks have", ENDS, "len(others) == self._num_others", "len(others) >= 0", SLOWEST),

@@ -211,7 +211,8 @@ def test_a_preempted_request_comes_back_from_host_memory() -> None:
         engine.say(generate(i, [i] * 6, 14))
     engine.finish_all()
     assert engine.scheduler.stats().num_preemptions >= 2
-    assert tiers(engine)["host.hit_tokens"] >= PAGE
+    assert tiers(engine)["host.loaded"] >= 1
+    assert tiers(engine)["host.hit_tokens"] == 0  # of prompts, which were all computed
     for i in range(3):
         assert right(engine, i, [i] * 6, 14)
 

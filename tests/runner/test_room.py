@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -138,19 +139,29 @@ def test_checkpoints_must_fit_the_hosts_memory(monkeypatch) -> None:
     tiny = ("load.format=dummy", "dtype=bfloat16", "model.num_layers=4", "parallel.tp=1")
     monkeypatch.setattr(host, "host_memory", lambda: 30 * GIB)
     before = need_of(on_a_cpu("qwen3-next-80b-a3b", *tiny))
-    found = need_of(on_a_cpu("qwen3-next-80b-a3b", *tiny, "cache.checkpoint_host_gib=20"))
+    all_states = "cache.checkpoint_fraction=0", "cache.checkpoints=1000"
+    found = need_of(on_a_cpu("qwen3-next-80b-a3b", *tiny, *all_states, "cache.host_gib=20"))
     assert before.room == 30 * GIB and 10 * GIB <= found.room < 10.1 * GIB
     assert found.state_bytes < before.state_bytes and found.cache_bytes == before.cache_bytes
     for ranks, had in ((1, 30), (2, 15)):
-        line = refused("qwen3-next-80b-a3b", *tiny, f"parallel.tp={ranks}",
-                       "cache.checkpoint_host_gib=31")  # fmt: skip
-        assert line == (
-            "cache.checkpoint_host_gib: a rank's checkpoints take 31.0 GiB; this machine has "
-            f"{had}.0 GiB available for it"
+        sizes = (f"parallel.tp={ranks}", "cache.host_gib=31")
+        line = refused("qwen3-next-80b-a3b", *tiny, *all_states, *sizes)
+        assert re.fullmatch(
+            r"cache.host_gib: a rank's [\d,]+ pages and 1,000 recurrent states in host memory take "
+            rf"31.0 GiB; this machine has {had}.0 GiB available for them",
+            line,
         )
-    check_room(
-        on_a_cpu(None, "cache.checkpoint_host_gib=31")
-    )  # no recurrent layers, no checkpoints
+    line = refused("qwen3-next-80b-a3b", *tiny, *all_states, "cache.host_gib=3")
+    assert line == (
+        "cache.host_gib is 3; it must be 0, or at least 5.996705 for 1000 recurrent states"
+    )
+    decode = ["transfer.role=decode", "transfer.peers=[127.0.0.1:1]"]
+    for key, more in (("cache.disk", ["cache.disk={path: x}"]), ("transfer.role decode", decode)):
+        line = refused("qwen3-next-80b-a3b", *tiny, *all_states, "cache.host_gib=5.996705", *more)
+        assert line == (
+            f"{key} needs pages in host memory, but 1000 recurrent states take all of "
+            "cache.host_gib; lower cache.checkpoints"
+        )
 
 
 def test_pages_below_the_device_must_fit_the_hosts_memory(monkeypatch) -> None:
@@ -178,19 +189,19 @@ def test_pages_below_the_device_must_fit_the_hosts_memory(monkeypatch) -> None:
 def test_engines_of_one_server_share_the_hosts_memory(monkeypatch) -> None:
     """Each engine checks alone, before or after other engines have allocated."""
     tiny = ("load.format=dummy", "dtype=bfloat16", "model.num_layers=4", "parallel.tp=1")
-    tiny += ("parallel.dp=3", "cache.checkpoint_host_gib=20")
+    tiny += ("parallel.dp=3", "cache.host_gib=20")
     for first, later in ((58, 58), (58, 19), (90, 19)):  # GiB of all memory and of free memory
         had = {True: first * GIB, False: later * GIB}
         monkeypatch.setattr(host, "host_memory", lambda *, in_all=False: had[in_all])  # noqa: B023
         line = refused("qwen3-next-80b-a3b", *tiny)
         least = min(first / 3, later)
-        assert line == (
-            "cache.checkpoint_host_gib: a rank's checkpoints take 20.0 GiB; this machine has "
-            f"{least:.1f} GiB available for it"
+        assert line.endswith(
+            " pages in host memory take 20.0 GiB; this machine has "
+            f"{least:.1f} GiB available for them"
         )
     had = {True: 90 * GIB, False: 29 * GIB}  # two engines run, and a third one restarts
     monkeypatch.setattr(host, "host_memory", lambda *, in_all=False: had[in_all])
-    assert 9 * GIB < need_of(on_a_cpu("qwen3-next-80b-a3b", *tiny)).room < 10.1 * GIB
+    assert 9 * GIB <= need_of(on_a_cpu("qwen3-next-80b-a3b", *tiny)).room < 10.1 * GIB
 
 
 # -- memory of a machine --------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def two_turns(engine: WholeEngine) -> WholeEngine:
 def check_loads(engine: WholeEngine) -> None:
     engine.loop.step()  # ends the last store
     tiers, pool = engine.scheduler.stats().tiers, engine.memory.pool
-    assert tiers["host.hit_tokens"] == 4 * tiers["host.loaded"] >= 100
+    assert 4 * tiers["host.loaded"] >= tiers["host.hit_tokens"] >= 100  # of first starts only
     assert tiers["host.load_bytes"] == tiers["host.loaded"] * tiers["host.page_bytes"]
     assert pool.num_free == pool.num_pages and not engine.loop.executor.moved()
 
@@ -68,7 +68,7 @@ def check_loads(engine: WholeEngine) -> None:
         ("qwen3 gqa 3, tied", dict(cache_dtype="fp8", speculate=NGRAM)),
         ("deepseek_v3 tied", dict()),
         ("deepseek_v3 tied", dict(cache_dtype="fp8")),
-        ("qwen3_next that repeats itself", dict(checkpoints=30, checkpoint_host_gib=0.01)),
+        ("qwen3_next that repeats itself", dict(checkpoints=30, checkpoint_fraction=0.0)),
         ("qwen3_next that repeats itself", dict(checkpoints=6, speculate=NGRAM)),
     ],
 )
@@ -114,7 +114,7 @@ def test_pages_come_back_from_disk_also_after_a_restart(name: str, tmp_path: Pat
         tiers = engine.scheduler.stats().tiers
         assert tiers["disk.failed"] == tiers["host.failed"] == 0
         if restarts:
-            assert tiers["disk.hit_tokens"] == 4 * tiers["disk.loaded"] >= 100
+            assert 4 * tiers["disk.loaded"] >= tiers["disk.hit_tokens"] >= 100
             if isinstance(engine.memory, HybridMemory):
                 assert engine.memory.checkpoint_events["restored"] >= 5
             assert engine.cached[0] > 0  # a first prompt
@@ -206,7 +206,7 @@ def test_recurrent_states_of_two_ranks_come_back_from_disk(tmp_path: Path) -> No
             tiers = engine.scheduler.stats().tiers
             assert tiers["disk.failed"] == tiers["host.failed"] == 0
             if restarts:
-                assert tiers["disk.hit_tokens"] == 4 * tiers["disk.loaded"] >= 100
+                assert 4 * tiers["disk.loaded"] >= tiers["disk.hit_tokens"] >= 100
                 assert engine.memory.checkpoint_events["restored"] >= 5 and engine.cached[0] > 0
             else:
                 eventually(lambda e=engine: e.runner.disk.counters().written >= 50)
