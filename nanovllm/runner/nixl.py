@@ -17,6 +17,9 @@ of D's memory, which is at least 30 times that of a network.
 Decision: D never destroys an agent while it reads. Over TCP the library of a P that goes on
 sending would end P's process.
 
+Decision: the agent of P has a thread of NIXL, which takes a core also while it is idle, since P
+answers reads over TCP. The agents of D have none: they make progress when D looks at a read.
+
 Decision: D builds all descriptors from addresses and lengths that it has checked. It never reads
 descriptors of a peer, which are in Python's pickle format.
 """
@@ -49,9 +52,9 @@ from nanovllm.transfer.sealed import PeerError
 MODULES = ("nixl_cu12", "nixl_cu13")  # of the wheels for CUDA 12 and 13
 BACKEND = "UCX"
 HALF_BYTES = 32 << 20  # of the landing area, of which there are two per peer
-MIN_PAUSE_S, MAX_PAUSE_S = 20e-6, 1e-3  # between looks at the state of a read
+MIN_PAUSE_S, MAX_PAUSE_S = 20e-6, 100e-6  # between looks at the state of a read
 END_S = 1.0  # for the other reads after a failed one, before they are left to a thread
-LATE_PAUSE_S = 0.2
+LATE_PAUSE_S = 0.005
 MOST_LATE = 4  # landing areas of reads that do not end
 SLOW_RATE = 1e9  # bytes per second, below which GPUs are probably connected by TCP
 log = logging.getLogger("transfer")
@@ -84,9 +87,10 @@ class Agent:
     Its methods raise exceptions of the library, whose only common base is Exception.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], *, answers: bool) -> None:
+        """`answers`: other agents read from this one."""
         library = nixl_library()
-        config = library.nixl_agent_config(backends=[BACKEND])
+        config = library.nixl_agent_config(enable_prog_thread=answers, backends=[BACKEND])
         self._agent = library.nixl_agent(f"nanovllm-{secrets.token_hex(16)}", config)
         if BACKEND not in self._agent.backends:
             raise RuntimeError(f"this build of NIXL has no backend {BACKEND}")
@@ -155,7 +159,7 @@ class OfferedNixlMemory:
         """Register the cache. Raise ConfigError if that is not possible."""
         try:
             check_shareable(tensors)
-            self._agent = Agent(tensors)
+            self._agent = Agent(tensors, answers=True)
         except ConfigError:
             raise
         except Exception as error:
@@ -246,7 +250,7 @@ class OpenNixlMemory:
         self._stream = torch.cuda.Stream() if device.type == "cuda" else None
         self._half_bytes = max(HALF_BYTES, *(part.page_bytes for part in memory.parts))
         self._landing_X = torch.empty(2 * self._half_bytes, dtype=torch.uint8, device=device)
-        self._agent = Agent([self._landing_X])
+        self._agent = Agent([self._landing_X], answers=False)
         try:
             self._peer = self._agent.connect(memory.agent.metadata)
         except Exception:
