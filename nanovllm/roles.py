@@ -9,6 +9,7 @@ from msgspec import Struct, field, structs
 from nanovllm.typed_yaml import ConfigError
 
 Role = Literal["prefill", "decode"]
+Backend = Literal["auto", "cuda_ipc", "nixl", "socket"]
 MOST_PORT = 65535
 HIDDEN = "..."  # instead of the secret, where a recipe is shown
 
@@ -21,8 +22,9 @@ class TransferRole(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     listen: str | None = None
     peers: list[str] = field(default_factory=list)  # HOST:PORT of the prefill servers, for decode
     secret: str | None = None  # the same on all; None: the value of NANOVLLM_TRANSFER_SECRET
-    # cuda_ipc: from GPU to GPU of one host. auto: cuda_ipc where it is possible, else socket
-    backend: Literal["auto", "cuda_ipc", "nixl", "socket"] = "auto"
+    # cuda_ipc: from GPU to GPU of one host. nixl: also between hosts, by the package nixl-cu12.
+    # auto: cuda_ipc where it is possible, else socket
+    backend: Backend = "auto"
 
 
 def check(transfer: TransferRole | None, host_gib: float, disk: object, num_engines: int) -> None:
@@ -38,8 +40,6 @@ def check(transfer: TransferRole | None, host_gib: float, disk: object, num_engi
                 f"transfer.{name} is {address!r}; name a port from 1 to {MOST_PORT}, which the "
                 "servers of both roles must know"
             )
-    if transfer.backend == "nixl":
-        raise ConfigError("transfer.backend nixl is not in this release; use auto or socket")
     if transfer.role is None:
         raise ConfigError("transfer needs a role: add --role prefill or --role decode")
     if transfer.role == "prefill":

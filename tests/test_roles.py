@@ -26,11 +26,7 @@ PEERS = "transfer.peers=[127.0.0.1:5600]"
         ("decode", [PEERS], "needs cache.host_gib"),
         ("decode", [PEERS, "cache.host_gib=1", "cache.disk.path=/x"], "cannot have cache.disk"),
         ("both", [LISTEN], "transfer.role"),
-        (
-            "prefill",
-            [LISTEN, "transfer.backend=nixl"],
-            "backend nixl is not in this release; use auto",
-        ),
+        ("prefill", [LISTEN, "transfer.backend=mooncake"], "transfer.backend"),
     ],
 )
 def test_a_role_that_cannot_be_served(role: str | None, keys: list[str], error: str) -> None:

@@ -17,6 +17,7 @@ from nanovllm.parallel.nccl import NcclMesh
 from nanovllm.roles import TransferRole, address_of
 from nanovllm.runner.cuda_ipc import CudaReader, shared_memory
 from nanovllm.runner.disk import owner_of
+from nanovllm.runner.nixl import NixlReader, OfferedNixlMemory
 from nanovllm.runner.page_shares import PageReader, PageShares
 from nanovllm.runner.resolved import Resolved, loader_of
 from nanovllm.runner.transfer import HostPages
@@ -38,8 +39,9 @@ def check_role(resolved: Resolved) -> TransferRole | None:
         return None
     if resolved.mesh.size > resolved.mesh.tp_size:
         raise ConfigError("transfer needs a parallel.ep of at most tp; drop one of them")
-    if role.backend == "cuda_ipc" and resolved.mesh.size > 1:
-        raise ConfigError("transfer.backend cuda_ipc needs a parallel.tp of 1; use auto or socket")
+    if role.backend in ("cuda_ipc", "nixl") and resolved.mesh.size > 1:
+        text = f"transfer.backend {role.backend} needs a parallel.tp of 1; use auto or socket"
+        raise ConfigError(text)
     if not resolved.recipe.cache.prefix:
         raise ConfigError("transfer needs cache.prefix, which is false; drop one of them")
     return role
@@ -90,6 +92,8 @@ def lender_of(
         OtherRank(share_path(mesh, rank), secret_for(role)) for rank in range(1, mesh.tp_size)
     ]
     shares = PageShares(pages, heads_by_tensor(config, resolved), others)
+    nixl = OfferedNixlMemory(pages.tensors) if role.backend == "nixl" else None
+    memory = nixl.memory if nixl else offered_memory(role, pages) if mesh.size == 1 else None
     try:
         return Lender(
             address_of(role.listen, "transfer.listen"),
@@ -101,10 +105,13 @@ def lender_of(
             page=shares.page,
             state=shares.state,
             state_parts=pages.state_parts,
-            memory=offered_memory(role, pages) if mesh.size == 1 else None,
+            memory=memory,
+            close_memory=nixl.close if nixl else lambda: None,
             num_ranks=mesh.tp_size,
         )
     except OSError as error:
+        if nixl is not None:
+            nixl.close()
         raise ConfigError(f"transfer.listen {role.listen} cannot be used: {error}") from None
 
 
@@ -115,7 +122,7 @@ def share_path(mesh: Mesh, rank: int) -> str:
 
 
 def offered_memory(role: TransferRole, pages: HostPages) -> DeviceMemory | None:
-    """Return the cache's memory for decode servers of this host; None to send pages by socket.
+    """Return the cache's memory for CUDA IPC; None to send pages by socket.
 
     Raise ConfigError if the recipe requires the memory and it cannot be shared.
     """
@@ -131,7 +138,9 @@ def offered_memory(role: TransferRole, pages: HostPages) -> DeviceMemory | None:
 
 
 def reader_of(role: TransferRole, pages: HostPages, captured: Event) -> MemoryReader | None:
-    """Return access to the memory of prefill servers of this host; None to read by socket only."""
+    """Return access to the memory of prefill servers; None to read by socket only."""
+    if role.backend == "nixl":
+        return NixlReader(pages.tensors, captured)
     if not uses_device(role, pages):
         return None
     return CudaReader(pages.tensors, captured, is_required=role.backend == "cuda_ipc")

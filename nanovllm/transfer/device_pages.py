@@ -1,16 +1,16 @@
-"""Pages that D copies from P's device memory to its own, between two processes of one host.
+"""Pages that D copies from P's memory to its own: by CUDA IPC inside one host, or by NIXL.
 
 Theory of operation:
 
-1. P's card describes its cache: handles of the memory, and the place of each page in it.
+1. P's card describes its cache: the memory by handles or addresses, and the place of each page.
 2. D opens the memory once per connection, in the connection's thread. It closes it when the
    connection ends, so a handle of an earlier start of P is never read, and a dead P's memory is
    freed.
 3. A fetch copies the ticket's pages to the request's own pages. The messages are those of the
    socket backend: P confirms after the copy that the lease still holds, and D ends the lease.
 
-Decision: P is not involved in a copy, so a frozen or dead P does not delay it. The answer about
-the lease that is then missing fails the fetch.
+Decision: P is not involved in a copy by CUDA IPC, so a frozen or dead P does not delay it. The
+answer about the lease that is then missing fails the fetch. NIXL has a limit of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from msgspec import Struct
 
@@ -31,14 +31,16 @@ from nanovllm.transfer.sealed import PeerError
 AT_ONCE = 64  # pages of one copy; heartbeats are sent between copies
 SLOW = 0.1  # of the link's rate, below which the first transfer is a warning
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
+END_OF_ADDRESSES = 1 << 64
+MAX_METADATA = 1 << 16  # bytes of an agent's metadata; one with 8 network cards has 4 KB
 log = logging.getLogger("transfer")
 
 
 class MemoryPart(Struct, frozen=True):
     """One tensor of a cache: [layers, rows, page_bytes], contiguous."""
 
-    handle: bytes  # of the allocation; its format is that of the backend
-    start: int  # byte of the allocation at which the tensor begins
+    handle: bytes  # of the allocation, for CUDA IPC
+    start: int  # byte of the allocation at which the tensor begins; its address, for NIXL
     layers: int
     rows: int  # pages, including the padding page 0
     page_bytes: int  # of one layer
@@ -48,12 +50,22 @@ class MemoryPart(Struct, frozen=True):
         return self.layers * self.rows * self.page_bytes
 
 
+class AgentCard(Struct, frozen=True):
+    """P's agent of NIXL."""
+
+    metadata: bytes
+    kind: Literal["DRAM", "VRAM"]
+    device: int  # index of P's GPU; 0 for DRAM
+
+
 class DeviceMemory(Struct, frozen=True):
-    """An engine's cache as processes of its host see it."""
+    """An engine's cache as other processes see it."""
 
     boot: str  # id of the host's start
     pids: str  # name of the PID namespace; CUDA IPC does not cross its border
     parts: list[MemoryPart]
+    backend: Literal["cuda_ipc", "nixl"] = "cuda_ipc"
+    agent: AgentCard | None = None  # for NIXL
 
 
 class OpenMemory(Protocol):
@@ -67,7 +79,7 @@ class OpenMemory(Protocol):
         ...
 
     def link_rate(self) -> float:
-        """Measure and return the bytes per second of one large copy; 0.0 if that failed."""
+        """Measure and return the bytes per second of one large copy; 0.0 for unknown."""
         ...
 
     def close(self) -> None: ...
@@ -76,7 +88,7 @@ class OpenMemory(Protocol):
 class MemoryReader(Protocol):
     """Access to the memory of peers."""
 
-    own: DeviceMemory  # D's, without handles
+    own: DeviceMemory  # D's, without handles or an agent
     usable: threading.Event  # set once threads may use the device; peers are connected after it
     is_required: bool  # False: a peer whose memory cannot be opened sends its pages by socket
 
@@ -108,14 +120,26 @@ def this_process() -> tuple[str, str]:
 
 def check_memory(memory: DeviceMemory, own: DeviceMemory) -> None:
     """Raise PeerError unless D can copy pages from this memory to its own."""
-    if memory.boot != own.boot:
-        raise PeerError("memory", "it runs on another host")
-    if memory.pids != own.pids:
-        raise PeerError("memory", "it runs in another PID namespace: share one, as by --pid=host")
+    if memory.backend != own.backend:
+        remedy = f"set {own.backend} there, too"
+        raise PeerError("memory", f"its transfer.backend is {memory.backend}: {remedy}")
+    if own.backend == "cuda_ipc":
+        if memory.boot != own.boot:
+            raise PeerError("memory", "it runs on another host")
+        if memory.pids != own.pids:
+            remedy = "share one, as by --pid=host"
+            raise PeerError("memory", f"it runs in another PID namespace: {remedy}")
+    elif memory.agent is None or len(memory.agent.metadata) > MAX_METADATA:
+        raise PeerError("memory", "its agent has no metadata, or too much")
+    elif memory.agent.device < 0:
+        raise PeerError("memory", "the description of its agent is malformed")
     shapes = [[(p.layers, p.page_bytes) for p in side.parts] for side in (memory, own)]
     if shapes[0] != shapes[1]:
         raise PeerError("memory", "its cache has other tensors: serve the same recipe")
-    if any(part.rows < 1 or part.start < 0 for part in memory.parts):
+    if any(
+        part.rows < 1 or not 0 <= part.start <= END_OF_ADDRESSES - part.num_bytes
+        for part in memory.parts
+    ):
         raise PeerError("memory", "the description of its cache is malformed")
 
 
@@ -144,8 +168,9 @@ class PeerMemory:
 
     def _log(self, num_bytes: int, seconds: float) -> None:
         rate = num_bytes / seconds
-        rates = f"ran at {rate / 1e9:.2f} GB/s, the link at {self._link_rate / 1e9:.2f}"
-        text = f"first copy of {num_bytes / 1e6:.1f} MB {rates}"
+        text = f"first copy of {num_bytes / 1e6:.1f} MB ran at {rate / 1e9:.2f} GB/s"
+        if self._link_rate:
+            text += f", the link at {self._link_rate / 1e9:.2f}"
         write = log.warning if rate < SLOW * self._link_rate else log.info
         write("transfer.peers: %s:%d: %s", *self._peer, text)
 
@@ -161,7 +186,7 @@ def opened_memory(
         return None
     try:
         if memory is None or not memory.parts:
-            raise PeerError("memory", "it offers no memory of a GPU")
+            raise PeerError("memory", f"it offers no memory for {reader.own.backend}")
         check_memory(memory, reader.own)
         memory_of_peer = PeerMemory(reader.open(memory), memory, peer)
     except PeerError as error:
@@ -169,5 +194,6 @@ def opened_memory(
             raise
         log.info("transfer.peers: pages of %s:%d come by socket: %s", *peer, error)
         return None
-    log.info("transfer.peers: pages of %s:%d are copied from its device", *peer)
+    backend = reader.own.backend
+    log.info("transfer.peers: pages of %s:%d are copied from its device by %s", *peer, backend)
     return memory_of_peer

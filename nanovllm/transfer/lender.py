@@ -43,12 +43,14 @@ class Lender:
         state_parts: int = 0,
         lease_s: float = LEASE_S,
         memory: DeviceMemory | None = None,
+        close_memory: Callable[[], None] = lambda: None,
         num_ranks: int = 1,
     ) -> None:
         """`page` returns the bytes of a page, for a share of several; it is called from threads.
 
         `state` returns a part of a checkpoint, which has `state_parts` of `page_bytes` each. These
-        are the sizes of each of `num_ranks` ranks.
+        are the sizes of each of `num_ranks` ranks. `close` calls `close_memory`, after which no
+        process can read `memory`.
         """
         self.engine = secrets.token_hex(16)
         self.leases = Leases(lease_s)
@@ -58,6 +60,7 @@ class Lender:
         self._identity = identity
         self._page_bytes = page_bytes
         self._lease_s = lease_s
+        self._close_memory = close_memory
         self._give_back: Callable[[Lease], None] = lambda _: None
         self._closing = threading.Event()
         card = EngineCard(
@@ -110,6 +113,7 @@ class Lender:
     def close(self) -> None:
         self._closing.set()
         self.server.close()
+        self._close_memory()
 
     def _scan(self) -> None:
         while not self._closing.wait(SCAN_S):

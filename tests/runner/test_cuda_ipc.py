@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from nanovllm.config import ConfigError, load_config
+from nanovllm.config import Config, ConfigError, load_config
 from nanovllm.engine.tickets import Tickets
+from nanovllm.roles import Backend
 from nanovllm.runner import cuda_ipc, roles
 from nanovllm.runner.build import build
 from nanovllm.runner.cuda_ipc import Copy2D, CudaReader, DriverError, shared_memory
@@ -165,13 +166,20 @@ def test_the_text_is_that_of_one_engine(
     monkeypatch.setattr(roles, "uses_device", lambda asked, pages: asked.backend != "socket")
     family, overrides = CASES[case]
     make_tiny(tmp_path, family, **overrides)
-    config = config_of(tmp_path)
+    check_direct(config_of(tmp_path), sizes)
+    eventually(lambda: not HostDriver.opened)
+
+
+def check_direct(config: Config, sizes: dict[str, Any], backend: Backend = "auto") -> None:
+    """Check the texts of D, and that only states pass through its host memory."""
     sizes = dict(slots=4, step_tokens=24, max_tokens=90) | sizes
-    p = WholeEngine(with_role(config, "prefill", "127.0.0.1:0"), pages=64, **sizes)
+    asked = with_role(config, "prefill", "127.0.0.1:0", backend=backend)
+    p = WholeEngine(asked, pages=64, **sizes)
     lender = p.runner.lender
     assert lender is not None
     host, port = lender.server.address
-    d = WholeEngine(with_role(config, "decode", f"{host}:{port}"), pages=48, host_gib=0.01, **sizes)
+    asked = with_role(config, "decode", f"{host}:{port}", backend=backend)
+    d = WholeEngine(asked, pages=48, host_gib=0.01, **sizes)
     alone = WholeEngine(config, pages=64, **sizes)
     remote = d.runner.remote
     assert remote is not None
@@ -201,7 +209,6 @@ def test_the_text_is_that_of_one_engine(
     assert tiers["host.stored"] >= tiers["peer.loaded"] > 0
     d.memory.check()
     remote.close()
-    eventually(lambda: not HostDriver.opened)
     lender.close()
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from nanovllm.config import Config, ConfigError, Speculate, TransferRole, load_config
 from nanovllm.engine.tickets import Tickets
 from nanovllm.parallel.mesh import first_rank
-from nanovllm.roles import Role
+from nanovllm.roles import Backend, Role
 from nanovllm.runner.resolved import resolve_config
 from nanovllm.runner.roles import check_role
 from nanovllm.transfer.leases import Lease
@@ -31,8 +31,10 @@ SECRET = "the secret of these tests"
 NGRAM = Speculate(method="ngram", tokens=3)
 
 
-def with_role(config: Config, role: Role, *addresses: str) -> Config:
-    asked = TransferRole(role=role, listen=addresses[0], peers=list(addresses), secret=SECRET)
+def with_role(config: Config, role: Role, *addresses: str, backend: Backend = "auto") -> Config:
+    asked = TransferRole(
+        role=role, listen=addresses[0], peers=list(addresses), secret=SECRET, backend=backend
+    )
     return replace(config, recipe=replace(config.recipe, transfer=asked))
 
 
@@ -116,6 +118,7 @@ def test_what_cannot_be_transferred_yet_is_one_line() -> None:
     asked = ["device=cpu", "load.format=dummy", "transfer.listen=127.0.0.1:1"]
     for more, line in (
         (["parallel.tp=2", "transfer.backend=cuda_ipc"], "transfer.backend cuda_ipc needs a para"),
+        (["parallel.tp=2", "transfer.backend=nixl"], "transfer.backend nixl needs a parallel.tp"),
         (["cache.prefix=false"], "transfer needs cache.prefix, which is false; drop one of them"),
     ):
         config = load_config(None, [*asked, *more], {"transfer.role": "prefill"})

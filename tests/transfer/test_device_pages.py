@@ -160,7 +160,7 @@ REFUSED = [
     ({"boot": "another"}, "it runs on another host"),
     ({"pids": "another"}, "it runs in another PID namespace: share one"),
     ({"parts": OWN.parts * 2}, "its cache has other tensors"),
-    ({"memory": None}, "it offers no memory of a GPU"),
+    ({"memory": None}, "it offers no memory for cuda_ipc"),
     ({"memory": offered(b"unknown")}, "its memory cannot be opened: none"),
 ]
 
