@@ -272,7 +272,7 @@ def thread_names() -> list[str]:
 
 def test_the_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "MODULES", ("nixl_missing", "nixl_missing_too"))
-    keys = ["device=cpu", "transfer.backend=nixl", "transfer.listen=127.0.0.1:0"]
+    keys = ["device=cpu", "transfer.backend=nixl", "transfer.listen=127.0.0.1:1"]
     keys += ["transfer.peers=[127.0.0.1:1]", "cache.host_gib=0.01", f"transfer.secret={SECRET}"]
     for role in ("prefill", "decode"):
         config = load_config(None, keys, {"transfer.role": role})
