@@ -351,7 +351,7 @@ def _check_ranges(recipe: Recipe) -> None:
     hosts.check(recipe.server.allowed_origins, recipe.server.allowed_hosts)
     experts.check(recipe.experts, recipe.load.format, recipe.parallel.tp, recipe.parallel.ep)
     disk_cache.check(recipe.cache.disk, host_gib=recipe.cache.host_gib)
-    roles.check(recipe.transfer, recipe.cache.host_gib, recipe.cache.disk, recipe.parallel.dp)
+    roles.check(recipe.transfer, recipe.cache.host_gib, recipe.parallel.dp)
     check_events(recipe.kv_events, prefix=recipe.cache.prefix, num_engines=recipe.parallel.dp)
     if recipe.speculate is not None:
         speculate.check(recipe.speculate, recipe.engine)

@@ -27,10 +27,10 @@ class TransferRole(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     backend: Backend = "auto"
 
 
-def check(transfer: TransferRole | None, host_gib: float, disk: object, num_engines: int) -> None:
+def check(transfer: TransferRole | None, host_gib: float, num_engines: int) -> None:
     """Raise ConfigError if the role cannot be served.
 
-    `host_gib` and `disk` are those of `cache`, `num_engines` is parallel.dp.
+    `host_gib` is that of `cache`, `num_engines` is parallel.dp.
     """
     if transfer is None:
         return
@@ -55,8 +55,6 @@ def check(transfer: TransferRole | None, host_gib: float, disk: object, num_engi
         raise ConfigError("transfer.peers is empty: list HOST:PORT of the prefill servers")
     if not host_gib:
         raise ConfigError("transfer.role decode needs cache.host_gib, where pages arrive; set both")
-    if disk is not None:
-        raise ConfigError("transfer.role decode cannot have cache.disk; drop one of them")
 
 
 def for_engine(transfer: TransferRole | None, at: int) -> TransferRole | None:

@@ -24,7 +24,6 @@ PEERS = "transfer.peers=[127.0.0.1:5600]"
         ("decode", [LISTEN], "transfer.peers is empty"),
         ("decode", ["transfer.peers=[a]"], "transfer.peers is 'a'; write HOST:PORT"),
         ("decode", [PEERS], "needs cache.host_gib"),
-        ("decode", [PEERS, "cache.host_gib=1", "cache.disk.path=/x"], "cannot have cache.disk"),
         ("both", [LISTEN], "transfer.role"),
         ("prefill", [LISTEN, "transfer.backend=mooncake"], "transfer.backend"),
     ],

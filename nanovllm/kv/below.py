@@ -1,7 +1,8 @@
-"""Interface of the tier below host memory."""
+"""Interface of the tier below host memory: a disk, other engines, or both."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from nanovllm.kv.keys import Key
@@ -9,13 +10,24 @@ from nanovllm.plan import Availability
 
 
 class Below(Protocol):
-    """The tier below host memory: a disk, or with `is_remote` other engines.
+    """The tier below host memory. Pages are written to a disk only."""
 
-    Pages of other engines are never written. They were computed for a request, so they are read
-    without a comparison of costs.
-    """
+    @property
+    def writable(self) -> Below | None:
+        """The disk, which is all or a part of this tier, or None."""
+        ...
 
-    is_remote: bool
+    @property
+    def has_peers(self) -> bool:
+        """True if pages of other engines can be read."""
+        ...
+
+    def has_remote(self, keys: Iterable[Key]) -> bool:
+        """Return True if some of these pages would be read from other engines.
+
+        They were computed for a request, so they are read without a comparison of costs.
+        """
+        ...
 
     def holds(self, key: Key) -> bool:
         """Return True if a page can be read. Do not wait."""

@@ -45,6 +45,7 @@ class Holding:
     pages: list[int]
     num_named: int
     num_fetched: int = 0  # of these, pages that came from the tier below host memory
+    fetched_from: str = "disk"  # or "peer", another engine
 
 
 class Found(NamedTuple):

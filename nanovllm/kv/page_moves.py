@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from nanovllm.kv.keys import Key
 from nanovllm.plan import Copies
+
+Source: TypeAlias = Literal["disk", "peer"]
 
 
 @dataclass(slots=True)
@@ -31,6 +34,7 @@ class PageLoad:
     state: dict[Key, int] = field(default_factory=dict)  # slots for the parts of a recurrent state
     state_to: int = -1  # checkpoint that they are copied to
     is_void: bool = False  # a key was invalidated since its start
+    source: Source = "disk"  # of the fetched pages; "peer" if other engines have some of them
 
     def copies(self, ticket: int) -> Copies:
         """Return what the device does for it."""

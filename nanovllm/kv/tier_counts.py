@@ -23,16 +23,16 @@ COUNTERS = (
     "disk.loaded",
     "disk.dropped",
     "disk.failed",
+    "peer.hit_tokens",
+    "peer.loaded",
+    "peer.failed",
 )
 
 
 def named(values: Mapping[str, float], below: Below | None) -> dict[str, float]:
-    """Return the counts with those that are still 0, under the name of the tier below."""
-    names = [name for name in COUNTERS if below or not name.startswith("disk.")]
-    all_counts = {**dict.fromkeys(names, 0.0), **values}
-    if below is None:
-        return all_counts
-    all_counts |= below.page_counts()
-    if not below.is_remote:
-        return all_counts
-    return {name.replace("disk.", "peer."): value for name, value in all_counts.items()}
+    """Return the counts, with those that are still 0 of the tiers that there are."""
+    tiers = {"disk": below is not None and below.writable is not None}
+    tiers["peer"] = below is not None and below.has_peers
+    names = [name for name in COUNTERS if tiers.get(name.partition(".")[0], True)]
+    pages = {} if below is None else below.page_counts()
+    return {**dict.fromkeys(names, 0.0), **values, **pages}

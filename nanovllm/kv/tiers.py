@@ -105,7 +105,7 @@ class HostTier:
             is_kept = key in self._slots
             if room < 0 and (num_fetched or not is_kept):
                 break
-            if not is_kept and not self._is_below(key):
+            if not is_kept and not self._is_in(self.below, key):
                 break
             num_fetched += not is_kept
             keys_below.append(key)
@@ -114,22 +114,21 @@ class HostTier:
     def state_keys(self, end: Key, num_pages: int) -> list[Key]:
         """Return the keys of the parts of the state after the page of key `end`.
 
-        Return an empty list if the tier below has no such state, or there are too few slots for it
-        and `num_pages` that are loaded with it.
+        Return an empty list if it is not below, or if there are too few slots for `num_pages` more.
         """
         parts = [] if self.below is None else self.below.state_keys(end)
         is_valid = not any(map(self._writes.is_removed, parts))
         return parts if is_valid and len(parts) + num_pages <= self._slots.num_blank else []
 
-    def _is_below(self, key: Key) -> bool:
-        if self.below is None or key in self._storing or self._writes.is_removed(key):
+    def _is_in(self, below: Below | None, key: Key) -> bool:
+        if below is None or key in self._storing or self._writes.is_removed(key):
             return False
-        return self.below.holds(key)
+        return below.holds(key)
 
     @property
     def disk(self) -> Below | None:
-        """The tier below, if pages are written to it."""
-        return None if self.below is None or self.below.is_remote else self.below
+        """The disk, to which pages are written."""
+        return None if self.below is None else self.below.writable
 
     @property
     def can_write(self) -> bool:
@@ -145,7 +144,9 @@ class HostTier:
 
         Without keys, only the loads in progress count.
         """
-        if self.below is not None and self.below.is_remote and self.num_fetched(keys):
+        if self.below is not None and self.below.has_remote(
+            k for k in keys if k not in self._slots
+        ):
             return True
         pages = len(keys) + sum(len(load.pages) for load in self.loads.values())
         fetched = self.num_fetched(keys) + sum(len(load.fetched) for load in self.loads.values())
@@ -220,8 +221,8 @@ class HostTier:
     def has_state(self, key: Key) -> bool:
         """Return True if the state after a page is on the disk, or on its way there."""
         assert self.disk is not None
-        parts = self.disk.keys_of_parts(key)
-        return parts[0] in self._storing or parts[0] in self._slots or self._is_below(parts[0])
+        first = self.disk.keys_of_parts(key)[0]
+        return first in self._storing or first in self._slots or self._is_in(self.disk, first)
 
     @property
     def may_store_state(self) -> bool:
@@ -300,6 +301,7 @@ class HostTier:
             fetched=fetched,
             state=state,
             state_to=state_to,
+            source="peer" if self.below and self.below.has_remote([*fetched, *state]) else "disk",
         )
         self._moves.loads.append(load.copies(self._ticket))
         return self._ticket
@@ -326,9 +328,9 @@ class HostTier:
         self._moves.ended.append(ticket)
         if ok:
             self.counts["host.loaded"] += len(own)
-            self.counts["disk.loaded"] += len(load.fetched)
+            self.counts[f"{load.source}.loaded"] += len(load.fetched)
         elif load.fetched or load.state:
-            self.counts["disk.failed"] += 1
+            self.counts[f"{load.source}.failed"] += 1
         else:
             self.counts["host.failed"] += 1
             for key in load.keys:
@@ -349,7 +351,8 @@ class HostTier:
         if is_load:
             load = self.loads[moved.ticket]
             num_pages += len(load.state)
-            if num_fetched := (len(load.fetched) + len(load.state)) * (moved.fetch_s > 0):
+            num_fetched = (len(load.fetched) + len(load.state)) * (moved.fetch_s > 0)
+            if num_fetched and (load.source == "disk" or self.disk is None):
                 self.costs.fetched(num_fetched, moved.fetch_s)
         self.counts[f"host.{kind}_bytes"] += moved.num_bytes
         self.seconds[kind] += moved.seconds
@@ -367,7 +370,7 @@ class HostTier:
 
     def _queue_write(self, key: Key) -> None:
         unneeded: Key | None = key
-        is_known = self._writes.is_running(key) or self._is_below(key)
+        is_known = self._writes.is_running(key) or self._is_in(self.disk, key)
         if key not in self._unverified and not is_known:
             unneeded = self._writes.queue(key, can_write=self.can_write)
         if unneeded in self._parts:

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from nanovllm.runner.caches import make_caches, states_of
 from nanovllm.runner.disk import disk_of
 from nanovllm.runner.graphs import graph_sizes, largest_graph, obstacles, piecewise_sizes
 from nanovllm.runner.invariance import check_products, check_states
+from nanovllm.runner.peers_and_disk import PeersAndDisk
 from nanovllm.runner.precompile import compile_in_background, jobs_of
 from nanovllm.runner.resolved import Resolved, num_pages_that_fit, resolve_config
 from nanovllm.runner.roles import lender_of, remote_of
@@ -252,8 +254,9 @@ def add_tiers(
     if num_pages:
         pages = HostPages(runner.caches, num_pages, runner.states.saved_NX)
         remote = remote_of(config, resolved, pages, captured)
-        open_below = remote or disk_of(config, resolved, pages.state_parts)
-        runner.mover = Mover(pages, open_below)
+        disk = disk_of(config, resolved, pages.state_parts)
+        both = partial(PeersAndDisk.open, remote, disk) if remote and disk else None
+        runner.mover = Mover(pages, both or remote or disk)
 
 
 def cpu_threads(recipe: Recipe, model: Decoder) -> int:

@@ -25,6 +25,7 @@ from nanovllm.runner.batch import BatchPrep, RowBuilder, StepRows
 from nanovllm.runner.caches import Caches, NoStates, States
 from nanovllm.runner.expert_load import ExpertCounter
 from nanovllm.runner.graphs import DecodeGraphs, PiecewiseGraphs, borrowed, largest_graph
+from nanovllm.runner.peers_and_disk import PeersAndDisk
 from nanovllm.runner.results import DeviceClock, Handle, StepCopy, start_copy
 from nanovllm.runner.transfer import Mover, NoTiers
 from nanovllm.sampling.base import Sampled, SampleRows
@@ -164,6 +165,8 @@ class Runner:
     def remote(self) -> RemotePages | None:
         """The pages of other engines, on a decode server."""
         below = self.mover.disk
+        if isinstance(below, PeersAndDisk):
+            return below.remote
         return below if isinstance(below, RemotePages) else None
 
     @property

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from msgspec.structs import replace
@@ -26,10 +27,12 @@ from nanovllm.kv.split import HOST_ALIGNED
 from nanovllm.plan import Copies, Moved, Moves, Write
 from nanovllm.runner.caches import Caches, pin
 from nanovllm.runner.copy_stream import CopyStream, StartedCopies
+from nanovllm.runner.peers_and_disk import PeersAndDisk
 from nanovllm.runner.results import Event, HostEvent
 from nanovllm.transfer.device_pages import Arrivals
 from nanovllm.transfer.remote_pages import RemotePages
 
+BelowStore: TypeAlias = DiskStore | RemotePages | PeersAndDisk
 PIECE_BYTES = 64 << 30  # of one allocation: CUDA fails to pin 512 GiB at once
 
 
@@ -123,7 +126,7 @@ class Mover:
     def __init__(
         self,
         host: HostPages,
-        open_disk: Callable[[Callable[[], None]], DiskStore | RemotePages] | None = None,
+        open_disk: Callable[[Callable[[], None]], BelowStore] | None = None,
     ) -> None:
         self.host = host
         self._wake: Callable[[], object] = lambda: None
@@ -153,7 +156,7 @@ class Mover:
             else:
                 self._start(self._loads, copies, issued)
         for key in moves.removes:
-            assert isinstance(self.disk, DiskStore)
+            assert isinstance(self.disk, DiskStore | PeersAndDisk)
             self.disk.remove(key)
         for write in moves.writes:
             self._write(write)
@@ -228,7 +231,7 @@ class Mover:
         else:
             self._writes[ticket] = write.ticket
 
-    def _poll_disk(self, disk: DiskStore | RemotePages) -> None:
+    def _poll_disk(self, disk: BelowStore) -> None:
         for ticket, ok in disk.poll():
             if (write := self._writes.pop(ticket, 0)) > 0:
                 self._moved.append(Moved(write, ok=ok))

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,7 +56,8 @@ class Offer:
 class RemotePages:
     """Tier below host memory whose pages are those of the tickets of open requests."""
 
-    is_remote = True
+    writable = None  # kv.below.Below
+    has_peers = True
     can_write = False
     availability = Availability()
 
@@ -149,6 +150,9 @@ class RemotePages:
     def holds(self, key: Key) -> bool:
         """Return True if an unread ticket has the page."""
         return any(not offer.is_read for offer in self._where.get(key, ()))
+
+    def has_remote(self, keys: Iterable[Key]) -> bool:
+        return any(map(self.holds, keys))
 
     def is_listed(self, key: Key) -> bool:
         return self.holds(key)

@@ -7,7 +7,7 @@ it reads P's memory page by page over some steps, so that P may reuse a page mea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace as replaced
 from random import Random
 from typing import Any
@@ -239,13 +239,14 @@ class Fetching:
     transfer: Transfer
     cells: dict[int, Cell]  # by slot
     left: set[int]
+    from_p: set[int]  # slots; the others are read from the disk
     ok: bool = True
 
 
 class ArrivingTransfers(PaperTransfers):
-    """Transfers of D. Loads from P are read by the client first."""
+    """Transfers of D. Loads from P are read by the client first. There may be a disk as well."""
 
-    is_remote = True
+    has_peers = True
 
     def __init__(self, d: DecodeEngine, remote: RemotePages) -> None:
         super().__init__([d.gpu, d.gpu.layers], d.tiers)
@@ -255,17 +256,24 @@ class ArrivingTransfers(PaperTransfers):
         self.by_ticket: dict[int, Fetching] = {}
         self.counts: Counter[str] = Counter()
 
-    def holds(self, key: bytes) -> bool:
-        return self.remote.holds(key)
+    @property
+    def writable(self) -> PaperTransfers | None:
+        return self if self.d.has_disk else None
 
-    def page_counts(self) -> dict[str, float]:
-        return {}
+    def has_remote(self, keys: Iterable[bytes]) -> bool:
+        return self.remote.has_remote(keys)
+
+    def holds(self, key: bytes) -> bool:
+        """Part of the disk's interface, too: a page of an unread ticket is written later."""
+        return self.remote.holds(key) or super().holds(key)
 
     def keys_of_parts(self, key: bytes) -> list[bytes]:
         return self.remote.keys_of_parts(key)
 
     def state_keys(self, key: bytes) -> list[bytes]:
-        return self.remote.state_keys(key)
+        parts = self.keys_of_parts(key)
+        on_disk = bool(parts) and all(part in self.disk for part in parts)
+        return self.remote.state_keys(key) or (parts if on_disk else [])
 
     def move(self, moves: Moves) -> None:
         local = [c for c in moves.loads if not (c.fetches or c.state_fetches)]
@@ -285,10 +293,17 @@ class ArrivingTransfers(PaperTransfers):
             self._write(page, [[BUSY] * PAGE for _ in self.memories])
         if copies.state_fetches:
             self.saved[copies.state_to] = BUSY
-        numbers = self.remote.read_all([(key, cells[slot]) for key, slot in wanted])  # type: ignore[misc]
-        one = Fetching(copies, transfer, cells, set(numbers))
+        remote = [one for one in wanted if self.remote.holds(one[0]) or one[0] not in self.disk]
+        for key, slot in set(wanted).difference(remote):
+            on_disk = self.disk[key]
+            cells[slot].content = on_disk[0][0] if key in dict(copies.state_fetches) else on_disk
+            self.counts["from disk"] += 1
+        numbers = self.remote.read_all([(key, cells[slot]) for key, slot in remote])  # type: ignore[misc]
+        one = Fetching(copies, transfer, cells, set(numbers), from_p={slot for _, slot in remote})
         self.by_ticket[copies.ticket] = one
         self.by_number.update(dict.fromkeys(numbers, one))
+        if not numbers:
+            self._fill(one)
 
     def moved(self) -> list[Moved]:
         for number, ok in self.remote.poll():
@@ -313,15 +328,15 @@ class ArrivingTransfers(PaperTransfers):
         self.fail_every = 1 if fetching is not None and not fetching.ok else 0
         moved = super()._end(one)
         if fetching is not None:
-            self.counts["arrived" if fetching.ok else "lost"] += 1
+            self.counts["arrived" if fetching.ok else "lost"] += bool(fetching.from_p)
             self.counts["states"] += fetching.ok and bool(one.parts)
             if fetching.ok and self.rng.randint(0, 1):
-                return self._as_if_direct(one, moved)
+                return self._as_if_direct(fetching.from_p, one, moved)
         return moved
 
-    def _as_if_direct(self, one: Transfer, moved: Moved) -> Moved:
-        """Return the end of a load whose fetches went to the device and not to host slots."""
-        fetched = frozenset(slot for _, slot in one.fetches)
+    def _as_if_direct(self, from_p: set[int], one: Transfer, moved: Moved) -> Moved:
+        """Return the end of a load whose pages of P went to the device and not to host slots."""
+        fetched = frozenset(slot for _, slot in one.fetches if slot in from_p)
         for slot in fetched:
             self.slots[slot] = [[NAN] * PAGE for _ in self.memories]
         is_kept = self.d.client.fault == "slots without content are used"
@@ -331,7 +346,8 @@ class ArrivingTransfers(PaperTransfers):
 class DecodeEngine(PaperEngine):
     """D. Its tickets are settled by what it publishes."""
 
-    def __init__(self, client: PaperClient, kind: str) -> None:
+    def __init__(self, client: PaperClient, kind: str, *, has_disk: bool) -> None:
+        self.has_disk = has_disk
         sizes: dict[str, Any] = dict(num_slots=4, budget=24, num_pages=24)
         super().__init__(
             host=20, most_polls=4, transfers=client.rng.randint(0, 99), **sizes, **KINDS[kind]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from random import Random
 from typing import Any
 
@@ -448,7 +449,14 @@ def test_a_thousand_aborts_amid_loads_leave_nothing(checkpoints: int | None) -> 
 class AllBelow:
     """A tier below host memory that has every page."""
 
-    is_remote = False
+    has_peers = False
+
+    @property
+    def writable(self) -> AllBelow:
+        return self
+
+    def has_remote(self, keys: Iterable[bytes]) -> bool:
+        return False
 
     def holds(self, key: bytes) -> bool:
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 
 from nanovllm.kv.hybrid import HybridMemory
 from nanovllm.kv.keys import PageKeys
@@ -44,9 +45,16 @@ def test_states_come_back_from_disk_with_their_pages() -> None:
 class TwoParts:
     """An empty disk. A state has two parts."""
 
-    is_remote = False
+    has_peers = False
     can_write = True
     availability = Availability()
+
+    @property
+    def writable(self) -> TwoParts:
+        return self
+
+    def has_remote(self, keys: Iterable[bytes]) -> bool:
+        return False
 
     def holds(self, key: bytes) -> bool:
         return False

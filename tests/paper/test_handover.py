@@ -50,8 +50,9 @@ class Pair:
         self.p = self.start_p()
         beats = self.rng.choice([1, 2, 1000])
         shares = 2 if seed // len(KINDS) % 2 else 1  # ranks of D
+        self.has_disk = bool(seed // len(KINDS) // 2 % 2)  # of D
         self.client = PaperClient(self.p, self.rng, fault, beats, shares)
-        self.d = DecodeEngine(self.client, self.kind)
+        self.d = DecodeEngine(self.client, self.kind, has_disk=self.has_disk)
         self.counts: Counter[str] = Counter()
         self.prompts: dict[int, list[int]] = {}
         self.tickets: list[tuple[list[int], str]] = []  # of all prompts so far
@@ -101,7 +102,7 @@ class Pair:
             self.client = PaperClient(
                 self.p, self.rng, self.fault, old.beats_every, shares=old.shares
             )
-            self.d = DecodeEngine(self.client, self.kind)
+            self.d = DecodeEngine(self.client, self.kind, has_disk=self.has_disk)
             self.prompts.clear()
         else:
             self.p.is_frozen |= fault == "freeze"
@@ -244,7 +245,7 @@ def test_the_text_is_right_whatever_happens_to_the_engines() -> None:
     assert counts["right"] > 12 * NUM_PAIRS and counts["arrived"] > 4 * NUM_PAIRS, counts
     for kind in ("states", "lost", "kill p", "kill d", "freeze", "break", *REFUSED.values()):
         assert counts[kind] > NUM_PAIRS / 4, (kind, counts)
-    assert counts["shares differ"] > NUM_PAIRS / 8, counts
+    assert counts["shares differ"] > NUM_PAIRS / 8 and counts["from disk"] > NUM_PAIRS, counts
 
 
 @pytest.mark.parametrize(

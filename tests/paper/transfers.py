@@ -7,6 +7,7 @@ and once more at its end, so that they must contain the text already, and still.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -53,7 +54,7 @@ class Transfer:
 class PaperTransfers:
     """Part of an engine.executor.Executor. `layers` have the pages as `memory`, or are None."""
 
-    is_remote = False
+    has_peers = False
     can_write = True
     availability = Availability()
 
@@ -96,6 +97,13 @@ class PaperTransfers:
                 self.saved[copies.state_to] = BUSY
             for _, page in copies.pairs:
                 self._write(page, [[BUSY] * len(cells) for cells in self._cells(page)])
+
+    @property
+    def writable(self) -> PaperTransfers | None:
+        return self
+
+    def has_remote(self, keys: Iterable[bytes]) -> bool:
+        return False
 
     def holds(self, key: bytes) -> bool:
         """Part of the interface of a tier below host memory."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -69,7 +69,7 @@ class DiskStore:
     were copied, not that they are on the disk.
     """
 
-    is_remote = False  # kv.tiers.Below
+    has_peers = False  # kv.below.Below
 
     def __init__(
         self, path: Path, owner: PageOwner, limits: DiskLimits, wake: Callable[[], None]
@@ -107,6 +107,13 @@ class DiskStore:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def writable(self) -> DiskStore:
+        return self
+
+    def has_remote(self, keys: Iterable[bytes]) -> bool:
+        return False
 
     def holds(self, key: bytes) -> bool:
         """Return True if the page can be read on all ranks, as far as the index shows. No I/O."""
