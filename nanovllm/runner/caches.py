@@ -31,8 +31,7 @@ from nanovllm.config import ConfigError
 from nanovllm.kv.layout import CacheLayout, StateGroup
 from nanovllm.plan import StepPlan
 from nanovllm.runner.batch import upload_together
-
-ALIGNED = 32  # alignment of rows of states, in words
+from nanovllm.runner.state_rows import WORD, StateRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +122,11 @@ class States:
         matrices = layers, group.heads, group.key_size, group.value_size
         inputs = layers, group.channels, group.taps
         recurrent_dtype = torch.float32 if group.recurrent_bytes == 4 else torch.bfloat16
-        at = -(-prod(matrices) * group.recurrent_bytes // 4)  # in words; a row is, too
-        row = -((-prod(inputs) * dtype.itemsize // 4 - at) // ALIGNED) * ALIGNED
-        self.rows_NX = torch.zeros(num_slots + 1, row, dtype=torch.float32, device=device)
+        layout = StateRow(group, dtype.itemsize)
+        at, words = layout.inputs_at // WORD, layout.num_bytes // WORD
+        self.rows_NX = torch.zeros(num_slots + 1, words, dtype=torch.float32, device=device)
         place = "cpu" if in_host else device
-        self.saved_NX = self.rows_NX.new_zeros(num_checkpoints, row, device=place)
+        self.saved_NX = self.rows_NX.new_zeros(num_checkpoints, words, device=place)
         if in_host and device.type == "cuda" and num_checkpoints:
             pin(self.saved_NX, self, "cache.host_gib")
         recurrent = part(self.rows_NX, recurrent_dtype, matrices)
@@ -141,8 +140,7 @@ class States:
             step_inputs = torch.zeros(shape, dtype=dtype, device=device)
         int32 = partial(torch.zeros, dtype=torch.int32, device=device)
         self.progress = StateProgress(int32(num_slots + 1), int32(most_rows), [])
-        key_heads = (group.channels - group.heads * group.value_size) // (2 * group.key_size)
-        tickets_RG = int32(most_rows, key_heads)
+        tickets_RG = int32(most_rows, layout.key_heads)
         self.by_layer = {
             layer: DeltaStates(
                 conv_NCW=conv[:, nth],

@@ -1,7 +1,7 @@
-"""Shares of P's pages for a decode server with any number of ranks.
+"""Shares of P's pages and recurrent states for a decode server with any number of ranks.
 
-A rank of D has some of the key/value heads. If D has as many ranks as P, its share is the page of
-the same rank of P. Otherwise rank 0 of P takes the heads of the share from its ranks' pages.
+A rank of D has some of the heads. If D has as many ranks as P, its share is the page or state of
+the same rank of P. Otherwise rank 0 of P takes the heads of the share from those of its ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from nanovllm.kv.split import HOST_ALIGNED
 from nanovllm.parallel.mesh import Mesh
+from nanovllm.runner.state_rows import StateRow
 from nanovllm.runner.transfer import HostPages
 from nanovllm.transfer.shares import OtherRank
 
@@ -34,10 +35,10 @@ class PageReader:
         return memoryview(row.cpu().numpy().data)
 
     @torch.inference_mode()
-    def state(self, checkpoint: int, part: int) -> memoryview:
-        """Return one part of a state that does not change any more, as long as a page."""
-        row = torch.zeros(self._pages.page_bytes, dtype=torch.uint8)
-        own = self._pages.state_part(checkpoint, part)
+    def state(self, checkpoint: int, start: int, count: int) -> memoryview:
+        """Return bytes of a state that does not change any more. After its end there are zeros."""
+        row = torch.zeros(count, dtype=torch.uint8)
+        own = self._pages.state(checkpoint)[start : start + count]
         row[: len(own)].copy_(own)
         return memoryview(row.numpy().data)
 
@@ -46,16 +47,18 @@ class PageReader:
 class PageShares:
     """Reader of any share. `others` are the pages of ranks 1, 2, ... of P.
 
-    `num_heads` are the model's heads in each of the caches' tensors that have bytes.
+    `num_heads` are the model's heads in each of the caches' tensors that have bytes. `state_row` is
+    the layout of a recurrent state with all heads; None without states.
     """
 
     pages: HostPages
     num_heads: Sequence[int]
     others: Sequence[OtherRank] = ()
+    state_row: StateRow | None = None
 
     def page(self, page: int, share: int, shares: int) -> memoryview:
         """Return the bytes of a page for rank `share` of `shares`. Raise OSError without a rank."""
-        if shares == 1 + len(self.others):
+        if shares == self.num_ranks:
             return self._rank(share).page(page)
         rows: dict[int, memoryview] = {}
         parts, start = [], 0
@@ -73,18 +76,49 @@ class PageShares:
         row = np.concatenate(parts)
         return memoryview(np.pad(row, (0, -len(row) % HOST_ALIGNED)).data)
 
+    def page_bytes(self, shares: int) -> int:
+        """Return the bytes of a page on each of `shares` ranks."""
+        num_bytes = 0
+        for tensor, whole in zip(self.pages.tensors, self.num_heads, strict=True):
+            layers, _, tokens, _, size = tensor.shape
+            heads = heads_of(0, shares, whole)
+            num_bytes += layers * tokens * len(heads) * size * tensor.itemsize
+        return -(-num_bytes // HOST_ALIGNED) * HOST_ALIGNED
+
+    def state_parts(self, shares: int) -> int:
+        """Return the number of parts of a state on each of `shares` ranks, each a page's length."""
+        if self.state_row is None:
+            return 0
+        return -(-self.state_row.cut(shares).num_bytes // self.page_bytes(shares))
+
     def state(self, checkpoint: int, part: int, share: int, shares: int) -> memoryview:
-        """Return the bytes of a checkpoint's part, of a share that one rank of P has."""
-        assert shares == 1 + len(self.others)  # the layouts differ otherwise
-        return self._rank(share).state(checkpoint, part)
+        """Return the bytes of a part of a checkpoint. Raise OSError without a rank.
+
+        The parts are those of a rank of D, each as long as a page there.
+        """
+        if shares == self.num_ranks:
+            size = self.pages.page_bytes
+            return self._rank(share).state(checkpoint, part * size, size)
+        assert self.state_row is not None
+        size = self.page_bytes(shares)
+        begin, row = part * size, np.zeros(size, np.uint8)
+        for rank, there, here, num_bytes in self.state_row.parts(share, shares, self.num_ranks):
+            start, end = max(here, begin), min(here + num_bytes, begin + size)
+            if start < end:
+                data = self._rank(rank).state(checkpoint, there + start - here, end - start)
+                row[start - begin : end - begin] = np.frombuffer(data, np.uint8)
+        return memoryview(row.data)
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 + len(self.others)
 
     def _rank(self, rank: int) -> PageReader | OtherRank:
         return self.others[rank - 1] if rank else PageReader(self.pages)
 
     def _places(self, share: int, shares: int, whole: int) -> list[tuple[int, int]]:
         """Return the rank of P, and the place among its heads, for each head of a share."""
-        ranks = 1 + len(self.others)
-        spans = [heads_of(rank, ranks, whole) for rank in range(ranks)]
+        spans = [heads_of(rank, self.num_ranks, whole) for rank in range(self.num_ranks)]
         return [
             next((rank, span.index(head)) for rank, span in enumerate(spans) if head in span)
             for head in heads_of(share, shares, whole)

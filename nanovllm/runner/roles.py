@@ -19,7 +19,8 @@ from nanovllm.runner.cuda_ipc import CudaReader, shared_memory
 from nanovllm.runner.disk import owner_of
 from nanovllm.runner.nixl import NixlReader, OfferedNixlMemory
 from nanovllm.runner.page_shares import PageReader, PageShares
-from nanovllm.runner.resolved import Resolved, loader_of
+from nanovllm.runner.resolved import Resolved, loader_of, with_short_states
+from nanovllm.runner.state_rows import StateRow
 from nanovllm.runner.transfer import HostPages
 from nanovllm.transfer.device_pages import DeviceMemory, MemoryReader
 from nanovllm.transfer.lender import Lender
@@ -91,7 +92,9 @@ def lender_of(
     others = [
         OtherRank(share_path(mesh, rank), secret_for(role)) for rank in range(1, mesh.tp_size)
     ]
-    shares = PageShares(pages, heads_by_tensor(config, resolved), others)
+    group = whole_layout(config, resolved).state
+    row = None if group is None else StateRow(group, resolved.dtype.itemsize)
+    shares = PageShares(pages, heads_by_tensor(config, resolved), others, row)
     nixl = OfferedNixlMemory(pages.tensors) if role.backend == "nixl" else None
     memory = nixl.memory if nixl else offered_memory(role, pages) if mesh.size == 1 else None
     try:
@@ -104,7 +107,7 @@ def lender_of(
             most_pages=int(num_pages * MOST_LENT),
             page=shares.page,
             state=shares.state,
-            state_parts=pages.state_parts,
+            state_parts=shares.state_parts,
             memory=memory,
             close_memory=nixl.close if nixl else lambda: None,
             num_ranks=mesh.tp_size,
@@ -161,13 +164,13 @@ def secret_for(role: TransferRole) -> str:
 def digests(config: Config, resolved: Resolved) -> tuple[bytes, bytes]:
     """Return the digests of the cache's layout and of the model, which both engines must share.
 
-    Engines with other numbers of ranks may pair if a rank's pages have nothing but some of the
-    heads: no recurrent states, and no layers of a draft model that is whole on every rank.
+    Engines with other numbers of ranks may pair if a rank's pages and states have nothing but some
+    of the heads: no layers of a draft model that is whole on every rank.
     """
     owner = owner_of(config, resolved)
     layout = owner.layout
     speculate = resolved.recipe.speculate
-    if resolved.layout.state is None and (speculate is None or speculate.method != "draft_model"):
+    if speculate is None or speculate.method != "draft_model":
         layout = digest_of(whole_layout(config, resolved))
     return digest_of(layout, resolved.page_tokens), digest_of(owner.identity, owner.dtype)
 
@@ -176,6 +179,8 @@ def whole_layout(config: Config, resolved: Resolved) -> CacheLayout:
     """Return the layout with all heads, of the model's layers and of those of a draft head."""
     each = resolved.layout.paged[0].bytes_per_element
     own = resolved.family.cache_layout(resolved.model_config, Mesh(), each)
+    if resolved.recipe.cache.state_dtype == "bfloat16":
+        own = with_short_states(own)
     drafts = loader_of(config, resolved.model_config, Mesh(), each)
     return own if drafts is None else own.followed_by(drafts.layout)
 

@@ -97,9 +97,12 @@ class HostPages:
 
     def state_part(self, checkpoint: int, part: int) -> Tensor:
         """Return the bytes of one part of a checkpoint. The last part may be shorter."""
+        return self.state(checkpoint)[part * self.page_bytes : (part + 1) * self.page_bytes]
+
+    def state(self, checkpoint: int) -> Tensor:
+        """Return the bytes of a checkpoint, on the device or in host memory."""
         assert self._checkpoints_NX is not None
-        row = self._checkpoints_NX[checkpoint].view(torch.uint8)
-        return row[part * self.page_bytes : (part + 1) * self.page_bytes]
+        return self._checkpoints_NX[checkpoint].view(torch.uint8)
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ import msgspec
 from nanovllm.transfer.device_pages import DeviceMemory
 from nanovllm.transfer.leases import LEASE_S, Lease, Leases
 from nanovllm.transfer.messages import EngineCard
-from nanovllm.transfer.page_server import PageServer, PageSource
+from nanovllm.transfer.page_server import PageServer, PageSource, no_parts
 from nanovllm.transfer.params import answer_params
 from nanovllm.transfer.tickets import VERSION, Ticket, TicketKey
 
@@ -40,7 +40,7 @@ class Lender:
         most_pages: int,
         page: Callable[[int, int, int], memoryview],
         state: Callable[[int, int, int, int], memoryview] | None = None,
-        state_parts: int = 0,
+        state_parts: Callable[[int], int] = no_parts,
         lease_s: float = LEASE_S,
         memory: DeviceMemory | None = None,
         close_memory: Callable[[], None] = lambda: None,
@@ -48,9 +48,9 @@ class Lender:
     ) -> None:
         """`page` returns the bytes of a page, for a share of several; it is called from threads.
 
-        `state` returns a part of a checkpoint, which has `state_parts` of `page_bytes` each. These
-        are the sizes of each of `num_ranks` ranks. `close` calls `close_memory`, after which no
-        process can read `memory`.
+        `state` returns a part of a checkpoint, and `state_parts` their number for each of several
+        shares. `page_bytes` is the size of a page of each of `num_ranks` ranks. `close` calls
+        `close_memory`, after which no process can read `memory`.
         """
         self.engine = secrets.token_hex(16)
         self.leases = Leases(lease_s)
@@ -69,10 +69,10 @@ class Lender:
             identity=identity,
             page_bytes=page_bytes,
             num_ranks=num_ranks,
-            state_parts=state_parts,
+            state_parts=state_parts(num_ranks),
             memory=memory,
         )
-        source = PageSource(page, lambda lease: self._give_back(lease), state)
+        source = PageSource(page, lambda lease: self._give_back(lease), state, state_parts)
         self.server = PageServer(listen, secret, card, leases=self.leases, source=source)
         log.info("transfer.listen: %s:%d serves engine %s", *self.server.address, self.engine)
         threading.Thread(target=self._scan, name="transfer-scan", daemon=True).start()

@@ -23,7 +23,7 @@ class EngineCard(Struct, frozen=True, tag="engine"):
     identity: bytes
     page_bytes: int  # of a rank
     num_ranks: int = 1
-    state_parts: int = 0  # of page_bytes each, that a recurrent state is sent in
+    state_parts: int = 0  # of page_bytes each, of a rank's recurrent state
     memory: DeviceMemory | None = None  # that processes of the same host can open
 
 

@@ -356,7 +356,7 @@ def check_card(card: EngineCard, limits: ReaderLimits) -> None:
             continue
         remedy = "serve the same model and recipe"
         if name == "layout" and not has_equal_ranks:
-            remedy += f", and its parallel.tp of {card.num_ranks} if this model needs equal ones"
+            remedy += f"; a speculate.method draft_model needs its parallel.tp of {card.num_ranks}"
         raise PeerError(name, f"its {name} differs: {remedy}")
 
 

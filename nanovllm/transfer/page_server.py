@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from nanovllm.config import ConfigError
 from nanovllm.transfer.leases import Lease, Leases
 from nanovllm.transfer.messages import (
     MAX_REQUEST,
@@ -50,12 +51,18 @@ def check_share(share: int, shares: int) -> None:
         raise PeerError("protocol", f"share {share} of {shares} was wanted")
 
 
+def no_parts(_: int) -> int:
+    """Return 0, the number of parts of a state in a model without states."""
+    return 0
+
+
 class PageSource(NamedTuple):
     """Access of the server to the engine. The functions are called from threads of the server."""
 
     page: Callable[[int, int, int], memoryview]  # bytes of a page, for a share of several
     release: Callable[[Lease], None]  # a reader has finished: return the pages to the pool
     state: Callable[[int, int, int, int], memoryview] | None = None  # of a checkpoint's part
+    state_parts: Callable[[int], int] = no_parts  # their number on each of several ranks of D
 
 
 class PageServer:
@@ -163,7 +170,10 @@ class PageServer:
             connection.wait_at_most(IDLE_S)
             message = decode(connection.receive(buffer), decoder)[0]
             connection.wait_at_most(self._silence_s)
-            self._answer(connection, message)
+            try:
+                self._answer(connection, message)
+            except ConfigError as error:  # ranks of D cannot share the model in this way
+                raise PeerError("protocol", f"a share was wanted: {error}") from None
 
     def _answer(self, connection: SealedConnection, message: ToP) -> None:
         match message:
@@ -187,11 +197,11 @@ class PageServer:
             connection.send(encode(EndedLeases([generation])))
             return
         num_pages = len(lease.pages)
-        count = num_pages + (self._card.state_parts if lease.state >= 0 else 0)
-        if not 0 <= first < last <= count:
-            raise PeerError("protocol", f"pages {first} to {last} of {count} were wanted")
         source, share, shares = self._source, request.share, request.shares
         check_share(share, shares)
+        count = num_pages + (source.state_parts(shares) if lease.state >= 0 else 0)
+        if not 0 <= first < last <= count:
+            raise PeerError("protocol", f"pages {first} to {last} of {count} were wanted")
         for place in range(first, last):
             try:
                 if place < num_pages:

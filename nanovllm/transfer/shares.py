@@ -17,21 +17,26 @@ from contextlib import suppress
 from hashlib import sha256
 from multiprocessing.connection import Client, Connection, Listener
 
-WANTED = struct.Struct("<qq")  # number of a page or checkpoint; part of the latter, or NO_PART
-NO_PART = -1
+# Number of a page or checkpoint; first byte of a read of the latter, or NO_STATE; number of bytes.
+WANTED = struct.Struct("<qqq")
+NO_STATE = -1
 RETRY_S, CONNECT_S = 0.05, 10.0  # the other rank listens before rank 0 serves, unless it has ended
 log = logging.getLogger("transfer")
 
 
 class ShareServer:
-    """Server of this rank's share, for rank 0. `page` and `state` are those of PageSource."""
+    """Server of this rank's share, for rank 0.
+
+    `page` returns the bytes of a page. `state` returns bytes of a checkpoint, from the first that
+    is wanted on.
+    """
 
     def __init__(
         self,
         path: str,
         secret: str,
         page: Callable[[int], memoryview],
-        state: Callable[[int, int], memoryview],
+        state: Callable[[int, int, int], memoryview],
     ) -> None:
         self._page, self._state, self._is_closed = page, state, False
         self._path = path
@@ -65,8 +70,9 @@ class ShareServer:
     def _serve(self, connection: Connection) -> None:
         with connection, suppress(EOFError, OSError):
             while True:
-                number, part = WANTED.unpack(connection.recv_bytes(WANTED.size))
-                data = self._page(number) if part == NO_PART else self._state(number, part)
+                number, start, count = WANTED.unpack(connection.recv_bytes(WANTED.size))
+                is_page = start == NO_STATE
+                data = self._page(number) if is_page else self._state(number, start, count)
                 connection.send_bytes(data)
 
 
@@ -80,18 +86,18 @@ class OtherRank:
 
     def page(self, page: int) -> memoryview:
         """Return the bytes of a page. Raise OSError if the rank has ended."""
-        return self._read(page, NO_PART)
+        return self._read(page, NO_STATE, 0)
 
-    def state(self, checkpoint: int, part: int) -> memoryview:
-        """Return the bytes of a checkpoint's part, likewise."""
-        return self._read(checkpoint, part)
+    def state(self, checkpoint: int, start: int, count: int) -> memoryview:
+        """Return `count` bytes of a checkpoint from byte `start` on, likewise."""
+        return self._read(checkpoint, start, count)
 
-    def _read(self, number: int, part: int) -> memoryview:
+    def _read(self, number: int, start: int, count: int) -> memoryview:
         with self._lock:
             if self._connection is None:
                 self._connection = connected(self._path, self._key)
             try:
-                self._connection.send_bytes(WANTED.pack(number, part))
+                self._connection.send_bytes(WANTED.pack(number, start, count))
                 return memoryview(self._connection.recv_bytes())
             except (EOFError, OSError) as error:
                 self._connection.close()

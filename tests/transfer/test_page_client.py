@@ -48,7 +48,7 @@ class PrefillEngine:
         self.going = threading.Event()
         self.going.set()
         self.engine = engine
-        card = {"engine": engine, "layout": b"l", "identity": b"m", "page_bytes": PAGE_BYTES}
+        card = dict(engine=engine, layout=b"l", identity=b"m", page_bytes=PAGE_BYTES, num_ranks=1)
         own = {name: changed.pop(name) for name in list(changed) if name in card}
         self.server = PageServer(
             ("127.0.0.1", port), str(changed.pop("secret", SECRET)),
@@ -302,6 +302,10 @@ def test_a_dead_reader_leaves_a_lease_that_expires(p: PrefillEngine) -> None:
         ({"secret": "another secret of tests"}, "refused this engine's secret"),
         ({"identity": b"M"}, "its identity differs: serve the same model and recipe"),
         ({"layout": b"L"}, "its layout differs"),
+        (
+            {"layout": b"L", "num_ranks": 2},
+            "model and recipe; a speculate.method draft_model needs its parallel.tp of 2$",
+        ),
         ({"page_bytes": 5}, "its page_bytes differs"),
         ({"allowed": {"10.0.0.1"}}, "closed the connection|reset"),
     ],

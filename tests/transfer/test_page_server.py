@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from nanovllm.config import ConfigError
 from nanovllm.transfer.messages import ReadPages, encode
 from nanovllm.transfer.sealed import SealedConnection
 from tests.transfer.test_page_client import (
@@ -59,6 +60,36 @@ def test_a_peer_cannot_read_beyond_its_lease(p: PrefillEngine) -> None:
                 connection.receive(buffer)
     eventually(lambda: p.server.counts["refused_protocol"] == len(wanted))
     assert p.server.counts["pages"] == 0
+
+
+def test_a_peer_cannot_read_parts_or_shares_that_p_has_not(p: PrefillEngine) -> None:
+    """A state has four parts for one rank of D, and two for each of two. Three cannot share it."""
+
+    def state_parts(shares: int) -> int:
+        if 4 % shares:
+            raise ConfigError(f"{shares} ranks cannot share it")
+        return 4 // shares
+
+    def state(checkpoint: int, part: int, share: int, shares: int) -> memoryview:
+        return memoryview(bytes([checkpoint, part, share, shares]))
+
+    p.server._source = p.server._source._replace(state=state, state_parts=state_parts)
+    ticket = p.ticket(1, 2)
+    generation = p.leases.grant("r", ticket.pages, 9)
+    forged = [(2, 3, 0, 2), (5, 2, 0, 1), (2, 1, 2, 2), (2, 1, 0, 3), (0, 1, 0, 65), (2, 1, -1, 2)]
+    for first, count, share, shares in forged:
+        with socket.create_connection(p.server.address, 5) as sock:
+            connection = SealedConnection.connect(sock, SECRET)
+            buffer = memoryview(bytearray(PAGE_BYTES + 1000))
+            connection.wait_at_most(5)
+            connection.receive(buffer)
+            connection.send(encode(ReadPages(generation, 3, 1, share=1, shares=2)))
+            assert bytes(connection.receive(buffer)).endswith(bytes([9, 1, 1, 2]))
+            connection.send(encode(ReadPages(generation, first, count, share=share, shares=shares)))
+            with pytest.raises(OSError):
+                connection.receive(buffer)
+    eventually(lambda: p.server.counts["refused_protocol"] == len(forged))
+    assert p.server.counts["pages"] == len(forged)
 
 
 class LateLock:

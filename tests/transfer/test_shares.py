@@ -22,7 +22,7 @@ def path(tmp_path: Path) -> Iterator[str]:
         path,
         SECRET,
         lambda page: memoryview(content(page)),
-        lambda checkpoint, part: memoryview(bytes([checkpoint, part])),
+        lambda checkpoint, start, count: memoryview(bytes([checkpoint, start, count])),
     )
     yield path
     server.close()
@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Iterator[str]:
 
 def test_pages_and_states_of_another_rank(path: str) -> None:
     share = OtherRank(path, SECRET)
-    assert bytes(share.page(7)) == content(7) and bytes(share.state(3, 2)) == b"\3\2"
+    assert bytes(share.page(7)) == content(7) and bytes(share.state(3, 2, 9)) == b"\3\2\t"
     assert Path(path).stat().st_mode & 0o777 == 0o600
 
 
