@@ -71,7 +71,7 @@ class Cache(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cpu_gib: float = 2.0  # memory of "auto" pages on a CPU, per rank
     # Number of recurrent states kept for reuse. auto: the number that fits in checkpoint_fraction
     # of the memory for pages and checkpoints. Without recurrent layers there are none. With a
-    # checkpoint_fraction of 0, they are part of host_gib, and pages get all of the device's memory.
+    # checkpoint_fraction of 0 and a host_gib, they are part of that, and the device has pages only.
     checkpoints: int | Auto = "auto"
     checkpoint_fraction: float = 0.25
     # Host memory per rank for pages that leave the device (kv/tiers.py), and for recurrent states
@@ -262,7 +262,9 @@ def read_recipe(
         put(raw, MODEL_KEYS.get(path, path), value)
     if isinstance(cache := raw.get("cache"), dict) and "checkpoint_host_gib" in cache:
         cure = "set cache.host_gib, and cache.checkpoint_fraction=0 to put recurrent states there"
-        raise ConfigError(f"cache.checkpoint_host_gib is part of cache.host_gib: {cure}")
+        raise ConfigError(
+            f"cache.checkpoint_host_gib was removed; states share cache.host_gib: {cure}"
+        )
     recipe = converted(raw, Recipe)
     _check_ranges(recipe)
     stated, where = recipe.server.api_key, "server.api_key (--api-key)"

@@ -201,9 +201,10 @@ class Stats(Struct, frozen=True, kw_only=True):
     # in seconds, "host.store_s" and "host.load_s". With a disk, also "disk.hit_tokens",
     # "disk.stored", "disk.loaded", "disk.dropped" and "disk.failed", which mean the same, and the
     # gauges "disk.pages" and "disk.pages_used": files of pages in the folder, one per rank.
-    # On a decode server their names begin with "peer." "loaded_tokens" is the part of cached_tokens
-    # that came from these tiers. All hit_tokens are counted at a request's first start, so those of
-    # the GPU and of these tiers add up to cached_tokens.
+    # On a decode server, "peer.hit_tokens", "peer.loaded" and "peer.failed" are those of pages of
+    # prefill servers. "loaded_tokens" is the part of cached_tokens that came from these tiers.
+    # All hit_tokens are counted at a request's first start, so those of the GPU and of these tiers
+    # add up to cached_tokens.
     tiers: dict[str, float] = {}
     transfer: TransferStats | None = None  # only of prefill and decode servers
     # Slots for adapters on the device: "capacity", "loaded" (with an adapter), and "in_use" (by

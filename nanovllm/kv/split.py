@@ -6,9 +6,10 @@ remainder. Pages in host memory get `cache.host_gib`.
 
 Decision: a fraction of 0 puts checkpoints in host memory, if there is any. Device memory is then
 all pages, and `cache.host_gib` is the budget of states and pages. By default there is a state for
-each EVERY tokens of the larger tier of pages. With as many `cache.checkpoints` as fit, there are no
-pages in host memory. The default fraction keeps checkpoints on the device: there, saving one takes
-no time, and 1.3 ms in host memory (Qwen3-Next).
+each EVERY tokens of the larger tier of pages, but those of the device's pages take at most half of
+the budget. The largest `cache.checkpoints` that fits leaves no pages in host memory. The default
+fraction keeps checkpoints on the device: there, saving one takes no time, and 1.3 ms in host memory
+(Qwen3-Next).
 """
 
 from __future__ import annotations
@@ -92,10 +93,11 @@ class Split(NamedTuple):
     def _balanced_checkpoints(self) -> int:
         """The number of checkpoints in host memory, one for each EVERY tokens of either tier.
 
-        There is at least one, and room for at least one page.
+        Those of the device's pages take at most half of the budget. There is at least one, and room
+        for at least one page.
         """
         budget, state = self._host_budget, self.layout.bytes_per_state
-        own = self.pages * self.page_tokens // EVERY
+        own = min(self.pages * self.page_tokens // EVERY, budget // 2 // state)
         below = budget // (state + EVERY * self.layout.bytes_per_token)
         fitting = (budget - host_page_bytes(self.layout, self.page_tokens)) // state
         return max(1, min(max(own, below), fitting))
@@ -122,7 +124,8 @@ class Split(NamedTuple):
             return count
         lacking = -(-(10**6) * (taken + least * each) // 2**30) / 10**6
         page = f"a page of {size} tokens, {self.layout.bytes_per_token / 1024:g} KiB each"
-        states = f"{self.checkpoints} recurrent states"
+        count_of_states = self.checkpoints
+        states = f"{count_of_states} recurrent state{'s' * (count_of_states > 1)}"
         parts = [states] * (taken > 0) + [page] * least
         raise ConfigError(
             f"cache.host_gib is {cache.host_gib:g}; it must be 0, or at least {lacking} for "

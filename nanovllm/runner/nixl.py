@@ -14,8 +14,8 @@ Decision: a read never writes to D's cache. The pages of a failed copy are there
 and a late byte cannot reach another request's page. The copy from the landing area runs at the rate
 of D's memory, which is at least 30 times that of a network.
 
-Decision: D never destroys an agent while it reads. Over TCP the library of a P that goes on
-sending would end P's process.
+Decision: D closes an agent only after its reads have ended. Otherwise, the library of a P that
+sends by TCP would end P's process.
 
 Decision: the agent of P has a thread of NIXL, which takes a core also while it is idle, since P
 answers reads over TCP. The agents of D have none: they make progress when D looks at a read.
@@ -28,11 +28,13 @@ from __future__ import annotations
 
 import importlib
 import logging
+import logging.config
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -63,22 +65,30 @@ log = logging.getLogger("transfer")
 def nixl_library() -> Any:  # noqa: ANN401
     """Return the module of NIXL that is installed. Raise ConfigError if there is none."""
     names = MODULES[::-1] if (torch.version.cuda or "").startswith("13") else MODULES
-    raises, error = logging.raiseExceptions, None
+    error: Exception | None = None
     for name in names:
         try:
-            library = importlib.import_module(name)
-        except ImportError as missing:
+            with unchanged_logging():
+                return importlib.import_module(name)
+        except Exception as missing:
             error = error or missing
-            continue
-        finally:
-            logging.raiseExceptions = raises  # which the module sets to False
-        own = logging.getLogger("nixl")
-        own.handlers.clear()  # of standard output
-        own.propagate = True
-        own.setLevel(logging.WARNING)
-        return library
     remedy = "pip install 'nanovllm[nixl]', or nixl-cu13 for CUDA 13"
     raise ConfigError(f"transfer.backend nixl needs the package nixl-cu12 ({error}): {remedy}")
+
+
+@contextmanager
+def unchanged_logging() -> Iterator[None]:
+    """Keep an import from configuring all of the process's logging.
+
+    NIXL's does, which closes our handlers and sets raiseExceptions to False.
+    """
+    raises, configure = logging.raiseExceptions, logging.config.dictConfig
+    logging.config.dictConfig = lambda config: None
+    try:
+        yield
+    finally:
+        logging.raiseExceptions, logging.config.dictConfig = raises, configure
+        logging.getLogger("nixl").setLevel(logging.WARNING)
 
 
 class Agent:
@@ -202,7 +212,7 @@ class NixlReader:
 
     def end_late(self, opened: OpenNixlMemory) -> None:
         """Close the memory in another thread, when its reads have ended."""
-        log.warning("transfer.peers: a read has not ended; its landing area is kept until then")
+        log.warning("transfer.peers: a read has not ended; its 64 MiB stay reserved until then")
         with self._lock:
             self.num_late += 1
         threading.Thread(

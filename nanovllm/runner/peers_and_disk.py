@@ -79,7 +79,7 @@ class PeersAndDisk:
     ) -> dict[int, list[Key]]:
         """Begin to read pages into buffers.
 
-        Return the numbers of the reads, each with the keys that are not on the disk if it fails.
+        Return the numbers of the reads, each with the keys to remove from the disk if it fails.
         """
         own = [page for page in pages if not self.remote.holds(page[0])]
         wanted = [page for page in pages if self.remote.holds(page[0])]

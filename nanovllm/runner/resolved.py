@@ -22,7 +22,7 @@ from nanovllm.attention.choose import choose_backend
 from nanovllm.attention.grouped import bytes_of_element
 from nanovllm.config import Cache, Config, ConfigError, Recipe, resolve_context
 from nanovllm.kv.layout import CacheLayout
-from nanovllm.kv.split import Split, room_for_pages, running_bytes
+from nanovllm.kv.split import Split, host_page_bytes, room_for_pages, running_bytes
 from nanovllm.layers.kernels import BESIDE, OPERATIONS, fastest, reason, select_ops
 from nanovllm.layers.ops import Ops
 from nanovllm.models.config import read_model_config
@@ -291,10 +291,15 @@ def pages_in(left: int, cache: Cache, layout: CacheLayout) -> int:
 
 
 def check_host_pages(recipe: Recipe, split: Split, mesh: Mesh) -> None:
-    """Raise ConfigError if the recipe needs pages in host memory, or cannot have them."""
-    if split.host_pages:
-        if mesh.lanes > 1:
-            raise ConfigError("cache.host_gib needs parallel.ep of at most tp; drop one of them")
+    """Raise ConfigError if the recipe needs pages in host memory, or cannot have them.
+
+    A state on its way to a disk or from a prefill server takes the place of some pages there.
+    """
+    if split.host_pages and mesh.lanes > 1:
+        raise ConfigError("cache.host_gib needs parallel.ep of at most tp; drop one of them")
+    each = host_page_bytes(split.layout, split.page_tokens)
+    least = 1 + -(-split.layout.bytes_per_state // each)
+    if split.host_pages >= least:
         return
     for key, needs in (
         ("cache.disk", recipe.cache.disk is not None),
@@ -302,8 +307,8 @@ def check_host_pages(recipe: Recipe, split: Split, mesh: Mesh) -> None:
     ):
         if needs:
             raise ConfigError(
-                f"{key} needs pages in host memory, but {split.checkpoints} recurrent states take "
-                f"all of cache.host_gib; lower cache.checkpoints"
+                f"{key} needs {least} pages in host memory, and cache.host_gib has room for "
+                f"{split.host_pages}; raise it, or lower cache.checkpoints"
             )
 
 

@@ -131,8 +131,10 @@ class AdapterSlots:
         """Return the number of slots by state, as Stats.adapter_slots; empty without slots."""
         if not self.num_slots:
             return {}
-        in_use = sum(resident.num_users > 0 for resident in self._residents.values())
-        return {"capacity": self.num_slots, "loaded": len(self._residents), "in_use": in_use}
+        in_use = {number for number, one in self._residents.items() if one.num_users}
+        named = in_use.union(self.by_name.values())  # slots of unloaded adapters are free to use
+        loaded = len(self._residents.keys() & named)
+        return {"capacity": self.num_slots, "loaded": loaded, "in_use": len(in_use)}
 
     def _evict(self, number: int) -> None:
         evicted = self._residents.pop(number)

@@ -53,7 +53,7 @@ class RuntimeAdapters:
                 return await self._load(msgspec.json.decode(body, type=LoadRequest))
             return await self._unload(msgspec.json.decode(body, type=UnloadRequest))
         except msgspec.DecodeError as error:
-            raise bad_body(error) from None
+            raise bad_body(body, error) from None
         except EngineLostError:
             raise ApiError(503, "the server has lost its engine", code="unhealthy") from None
 

@@ -11,6 +11,7 @@ import msgspec
 
 MAX_MESSAGE_CHARS = 1000  # a request cannot inflate its own refusal
 MAX_VALUE_CHARS = 100  # of a value that a message quotes
+MAX_SEARCHED = 16 << 10  # bytes of a body in which a wrong text is searched for
 HALF_ESCAPED, HALF = re.compile(rb"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
 HEADERS = {
     401: [(b"www-authenticate", b"Bearer")],
@@ -106,10 +107,12 @@ def bad_text(body: bytes) -> ApiError:
     return ApiError(400, f"the body is not valid UTF-8{place}", code="invalid_json")
 
 
-def bad_body(error: msgspec.DecodeError) -> ApiError:
+def bad_body(body: bytes, error: msgspec.DecodeError) -> ApiError:
     """Return the error for a body that msgspec refuses: not JSON, or a field of the wrong type."""
     text = str(error)
     if not isinstance(error, msgspec.ValidationError):
+        if (refusal := half_pair(body)) is not None:
+            return refusal
         return ApiError(400, f"the body is not valid JSON: {text}", code="invalid_json")
     complaint, _, place = text.partition(" - at ")
     path = re.search(r"\$\.([\w.\[\]]*\w\]?)", place)  # without the [...] of a mapping's value
@@ -121,9 +124,10 @@ def bad_body(error: msgspec.DecodeError) -> ApiError:
 def half_pair(body: bytes) -> ApiError | None:
     """Return the error for a body that has half of a surrogate pair, such as "\\ud800", in a text.
 
-    Return None if there is none, or if the body is not JSON for another reason.
+    Return None if there is none, or if the body is not JSON for another reason. In a large body it
+    is not searched for, since that takes much longer than to decode the body.
     """
-    if HALF_ESCAPED.search(body) is None:
+    if len(body) > MAX_SEARCHED or HALF_ESCAPED.search(body) is None:
         return None
     try:
         found = first_half(json.loads(body.decode()))
@@ -157,9 +161,9 @@ def first_half(body: object) -> tuple[str, str] | None:
 
 
 def path_of(entry: tuple[Any, Any, str]) -> str:
-    """Return the path of an entry of `first_half`, shortened to its end."""
+    """Return the path of an entry of `first_half`."""
     steps: list[str] = []
-    while entry is not None and len(steps) < MAX_VALUE_CHARS:
+    while entry is not None:
         _, entry, step = entry
         steps.append(step)
     return "".join(reversed(steps)).removeprefix(".")

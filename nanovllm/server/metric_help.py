@@ -44,7 +44,7 @@ HELP = {
     "vllm:spec_decode_num_accepted_tokens_total": "Draft tokens accepted.",
     "vllm:spec_decode_num_accepted_tokens_per_pos_total": "Draft tokens accepted, by position.",
     "nanovllm:adapter_requests": "Unfinished requests, by adapter and state.",
-    "nanovllm:adapter_slots": "Slots for adapters: all, with an adapter, and in use by requests.",
+    "nanovllm:adapter_slots": "Adapter slots by state: capacity, loaded, in_use.",
     "vllm:lora_requests_info": "Time, with the adapters of unfinished requests as labels.",
     "nanovllm:engine_up": "1 if this API process is connected to the engine, else 0.",
     "nanovllm:expert_tokens_total": "Tokens routed to the experts of a rank.",

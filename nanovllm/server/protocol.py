@@ -18,15 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
-from nanovllm.server.errors import (
-    ApiError,
-    bad_body,
-    bad_text,
-    bad_value,
-    half_pair,
-    misplaced,
-    unknown_model,
-)
+from nanovllm.server.errors import ApiError, bad_body, bad_text, bad_value, misplaced, unknown_model
 from nanovllm.server.parsers.base import FUNCTION_NAME
 from nanovllm.server.ranges import Range, check_biases, check_token_ids, ranges
 from nanovllm.server.tool_choice import ToolChoice, tool_choice
@@ -241,8 +233,7 @@ def parse_request(
     try:
         request = _decoder.decode(body)
     except msgspec.DecodeError as error:
-        is_type = isinstance(error, msgspec.ValidationError)
-        refusal = (None if is_type else half_pair(body)) or bad_body(error)
+        refusal = bad_body(body, error)
         if refusal.param in allowed and "out of range" in refusal.message:
             refusal = misplaced(
                 refusal.param, f"must be {allowed[refusal.param]}; the value is far outside"

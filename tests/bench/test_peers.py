@@ -169,7 +169,8 @@ def test_both_engines_get_the_same_prompts_on_one_machine(place: Path) -> None:
     fixed, mixed = tables(done.stdout)
     rows = [row.split() for row in fixed.splitlines()[2:]]
     assert [row[0] for row in rows] == ["1", "1", "2", "2"]
-    assert [len(row) for row in rows] == [7, 9, 7, 9]  # three ratios in each row of nanovllm
+    lengths = [len(row) for row in rows]  # a row of nanovllm has three ratios, or two: a busy
+    assert lengths[::2] == [7, 7] and {*lengths[1::2]} in ({9}, {8, 9})  # client saw no gap
     assert rows[1][-2:] == ["nanovllm,", "server.workers=2"]
     assert float(rows[1][2]) == pytest.approx(
         ours["c1"].metrics["output_tokens_per_s"] / theirs["c1"].metrics["output_tokens_per_s"],

@@ -137,8 +137,8 @@ def test_checkpoints_in_host_memory_leave_device_memory_to_pages() -> None:
     ("device_pages", "gib", "states", "host_pages"),
     [
         (1_600, 64, 386, 12_364),  # 50 states suffice for the device, 386 for host memory
-        (16_000, 64, 500, 9_564),  # the device has more pages than host memory
-        (16_000, 8, 111, 4),  # too little for the device's pages
+        (16_000, 64, 444, 10_939),  # half of it, for the device's pages
+        (16_000, 8, 55, 1_379),  # too little for all of the device's pages
     ],
 )
 def test_there_is_a_state_for_each_4096_tokens_of_the_larger_tier(
@@ -168,7 +168,7 @@ def test_where_no_state_is_reused_the_host_keeps_none() -> None:
 @pytest.mark.parametrize(
     ("checkpoints", "gib", "needed"),
     [
-        ("auto", 0.07, "0.074891 for 1 recurrent states and a page of 128 tokens, 24 KiB each"),
+        ("auto", 0.07, "0.074891 for 1 recurrent state and a page of 128 tokens, 24 KiB each"),
         (0, 0.002, "0.00293 for a page of 128 tokens, 24 KiB each"),
         (200, 14, "14.39209 for 200 recurrent states"),
     ],

@@ -248,9 +248,10 @@ def test_requests_by_adapter(driver) -> None:
         head = ["Name", "Running", "Waiting"]
         page.until(lambda: rows() == [head, ["pirate", "0", "0"]])
         assert page.one("#adapters").is_displayed()
-        assert page.text("#adapters p").endswith(" The device has room for 3 adapters.")
+        assert page.text("#adapters p").endswith(" Slots of the device in use: 0 of 3.")
         with streams(server, 3, model="pirate", max_tokens=3000, ignore_eos=True):
             page.until(lambda: rows() == [head, ["pirate", "1", "2"]])
+            assert page.text("#adapters p").endswith(" Slots of the device in use: 1 of 3.")
         page.until(lambda: rows() == [head, ["pirate", "0", "0"]])
         assert page.complaints() == []
     finally:

@@ -137,6 +137,15 @@ def test_a_whole_surrogate_pair_is_a_character() -> None:
     assert half_pair(body) is None and half_pair(rb'{"a": "\ud800"') is None
 
 
+def test_a_large_body_is_not_searched_for_half_of_a_surrogate_pair() -> None:
+    """A search takes a hundred times as long as decoding it."""
+    small, large = (b'{"a": [%s"\\ud800"]}' % (b"0, " * count) for count in (100, 10_000))
+    assert half_pair(large) is None
+    refusal = half_pair(small)
+    assert refusal is not None and refusal.param == "a[100]"
+    assert refused(large).message.startswith("the body is not valid JSON: ")
+
+
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
