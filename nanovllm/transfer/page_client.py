@@ -70,7 +70,7 @@ class ReaderLimits(Struct, frozen=True, kw_only=True):
     shares: int = 1
     silence_s: float = 5.0
     heartbeat_s: float = HEARTBEAT_S
-    memory: MemoryReader | None = None  # of peers on this host; None: pages come by socket
+    memory: MemoryReader | None = None  # of peers' ranks; None: pages come by socket
 
 
 class PageClient:
@@ -245,7 +245,13 @@ class PeerReader:
         card, _ = self._receive(EngineCard)
         check_card(card, self._limits)
         self._is_measured = False
-        self._memory = opened_memory(self._limits.memory, card.memory, self._address)
+        self._memory = opened_memory(
+            self._limits.memory,
+            card.memories,
+            self._address,
+            rank=self._limits.share,
+            num_ranks=(card.num_ranks, self._limits.shares),
+        )
         self.fetches.open(card.engine)
         log.info("transfer.peers: %s:%d is engine %s", *self._address, card.engine)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
@@ -30,11 +31,12 @@ from nanovllm.transfer.device_pages import (
     check_memory,
 )
 from nanovllm.transfer.sealed import PeerError
+from tests.engine.test_ranks import ranked
 from tests.kv.disk.stores import eventually
 from tests.models.tiny import CASES, config_of, make_tiny
 from tests.runner.nixl_prefill import SIZES, PrefillProcess
 from tests.runner.test_cuda_ipc import check_direct
-from tests.runner.test_roles import SECRET, spec_of, with_role
+from tests.runner.test_roles import SECRET, noted_remotes, spec_of, with_role
 from tests.whole_engine import WholeEngine, prompts_of
 
 IS_INSTALLED = any(find_spec(name) for name in nixl.MODULES)
@@ -168,8 +170,53 @@ def test_the_text_is_that_of_one_engine(case: str, sizes: dict[str, Any], tmp_pa
     family, overrides = CASES[case]
     make_tiny(tmp_path, family, **overrides)
     before = num_threads()
-    check_direct(config_of(tmp_path), sizes, backend="nixl")
+    check_direct(config_of(tmp_path), sizes, tmp_path, backend="nixl")
     eventually(lambda: num_threads() <= before)
+
+
+@needs_nixl
+def test_each_rank_reads_from_the_memory_of_its_own_rank(tmp_path: Path) -> None:
+    """The states of a hybrid model go by socket, in parts of each rank."""
+    family, overrides = CASES["qwen3_next"]
+    make_tiny(tmp_path, family, **overrides)
+    check_direct(config_of(tmp_path), dict(checkpoints=8), tmp_path, backend="nixl", ranks=2)
+
+
+@needs_nixl
+def test_other_numbers_of_ranks_do_not_pair(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """D warns once, although it tries again, and computes."""
+    make_tiny(tmp_path, "qwen3")
+    config = config_of(tmp_path)
+    sizes: dict[str, Any] = dict(pages=64, **SIZES)
+    with ranked(
+        with_role(config, "prefill", "127.0.0.1:0", backend="nixl"), 2, tmp_path, **sizes
+    ) as p:
+        lender = p.runner.lender
+        assert lender is not None
+        host, port = lender.server.address
+        asked = with_role(config, "decode", f"{host}:{port}", backend="nixl")
+        with noted_remotes() as remotes:
+            d = WholeEngine(asked, host_gib=0.01, **sizes)
+            refusal = f"no pages from {host}:{port}: "
+            eventually(lambda: refusal in caplog.text)
+            prompt = next(prompt for prompt in prompts_of(6) if len(prompt) > 12)
+            p.loop.handle(spec_of(0, prompt, 1, lends=True))
+            p.run()
+            ticket = json.loads(p.handovers[0])["nanovllm_ticket"]
+            spec = spec_of(0, prompt, 10, ticket=ticket)
+            Tickets(remotes[0], 4).offer(spec, b"")
+            d.loop.handle(spec)
+            d.run()
+            assert d.cached[0] == 0 and len(d.text[0]) == 10
+            assert remotes[0].counts == {"unconnected": 1}
+        lender.close()
+    (line,) = (r.getMessage() for r in caplog.records if refusal in r.getMessage())
+    assert line.partition(refusal)[2] == (
+        "its parallel.tp is 2, and 1 here; nixl needs equal ones: set one number on both, or use "
+        "transfer.backend socket"
+    )
 
 
 @pytest.fixture
