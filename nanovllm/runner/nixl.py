@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import logging.config
 import secrets
 import threading
 import time
@@ -57,6 +58,7 @@ END_S = 1.0  # for the other reads after a failed one, before they are left to a
 LATE_PAUSE_S = 0.005
 MOST_LATE = 4  # landing areas of reads that do not end
 SLOW_RATE = 1e9  # bytes per second, below which GPUs are probably connected by TCP
+CONFIGURE = logging.config.dictConfig
 log = logging.getLogger("transfer")
 
 
@@ -65,17 +67,17 @@ def nixl_library() -> Any:  # noqa: ANN401
     names = MODULES[::-1] if (torch.version.cuda or "").startswith("13") else MODULES
     raises, error = logging.raiseExceptions, None
     for name in names:
+        # The module configures logging, which would close the handlers of this process.
+        setattr(logging.config, "dictConfig", lambda config: None)  # noqa: B010
         try:
             library = importlib.import_module(name)
         except ImportError as missing:
             error = error or missing
             continue
         finally:
+            setattr(logging.config, "dictConfig", CONFIGURE)  # noqa: B010
             logging.raiseExceptions = raises  # which the module sets to False
-        own = logging.getLogger("nixl")
-        own.handlers.clear()  # of standard output
-        own.propagate = True
-        own.setLevel(logging.WARNING)
+        logging.getLogger("nixl").setLevel(logging.WARNING)
         return library
     remedy = "pip install 'nanovllm[nixl]', or nixl-cu13 for CUDA 13"
     raise ConfigError(f"transfer.backend nixl needs the package nixl-cu12 ({error}): {remedy}")

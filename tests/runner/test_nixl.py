@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import logging.config
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -325,6 +326,22 @@ def test_the_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         config = load_config(None, keys, {"transfer.role": role})
         with pytest.raises(ConfigError, match=r"nixl needs the package nixl-cu12 .*nanovllm\[nixl"):
             build(config)
+
+
+def test_a_library_that_configures_logging_closes_no_handler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's log goes on after the import of NIXL."""
+    lines = ["import logging.config", 'logging.config.dictConfig({"version": 1})']
+    (tmp_path / "nixl_that_configures.py").write_text(
+        "\n".join([*lines, "logging.raiseExceptions = 0"])
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(nixl, "MODULES", ("nixl_that_configures",))
+    handler, closed = logging.StreamHandler(), []
+    monkeypatch.setattr(handler, "close", lambda: closed.append(1))
+    assert nixl.nixl_library().__name__ == "nixl_that_configures" and not closed
+    assert logging.config.dictConfig is nixl.CONFIGURE and logging.raiseExceptions
 
 
 @needs_nixl
