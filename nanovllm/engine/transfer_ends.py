@@ -63,11 +63,13 @@ def joined(ends: Sequence[Moved]) -> Moved:
     """Return the end of a transfer of all ranks. The first is that of rank 0.
 
     Bytes and seconds of copies are those of rank 0. The time of reads is that of the slowest rank.
+    A host slot is blank if it is blank on any rank, so it is stored again before it is loaded.
     """
     return replace(
         ends[0],
         ok=all(end.ok for end in ends),
         fetch_s=max(end.fetch_s for end in ends),
+        blank=frozenset().union(*(end.blank for end in ends)),
         lost=tuple(dict.fromkeys(key for end in ends for key in end.lost)),
     )
 

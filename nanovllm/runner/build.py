@@ -37,7 +37,7 @@ from nanovllm.runner.invariance import check_products, check_states
 from nanovllm.runner.peers_and_disk import PeersAndDisk
 from nanovllm.runner.precompile import compile_in_background, jobs_of
 from nanovllm.runner.resolved import Resolved, num_pages_that_fit, resolve_config
-from nanovllm.runner.roles import lender_of, remote_of
+from nanovllm.runner.roles import lender_of, offered_memory, remote_of
 from nanovllm.runner.room import check_room
 from nanovllm.runner.runner import Runner
 from nanovllm.runner.transfer import HostPages, Mover
@@ -79,7 +79,10 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
     split = Split(int(recipe.cache.pages), recipe.cache, resolved.layout, resolved.page_tokens)
     add_tiers(runner, config, resolved, num_pages=split.host_pages, captured=captured)
     pages = HostPages(runner.caches, 0, runner.states.saved_NX)
-    runner.lender = lender_of(config, resolved, pages, int(recipe.cache.pages))
+    runner.offered = offered_memory(resolved, pages)
+    runner.lender = lender_of(
+        config, resolved, pages, int(recipe.cache.pages), offered=runner.offered
+    )
     sized = time.perf_counter()
     own = resolved.model_config.max_position_embeddings
     log.info(

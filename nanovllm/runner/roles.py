@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from threading import Event
 from typing import TypeAlias
+
+import msgspec
 
 from nanovllm.config import Config, ConfigError, given_transfer_secret
 from nanovllm.kv.layout import CacheLayout
@@ -22,7 +25,7 @@ from nanovllm.runner.page_shares import PageReader, PageShares
 from nanovllm.runner.resolved import Resolved, loader_of, with_short_states
 from nanovllm.runner.state_rows import StateRow
 from nanovllm.runner.transfer import HostPages
-from nanovllm.transfer.device_pages import DeviceMemory, MemoryReader
+from nanovllm.transfer.device_pages import DeviceMemory, MemoryReader, OfferedMemory
 from nanovllm.transfer.lender import Lender
 from nanovllm.transfer.page_client import ReaderLimits
 from nanovllm.transfer.remote_pages import RemotePages
@@ -40,9 +43,6 @@ def check_role(resolved: Resolved) -> TransferRole | None:
         return None
     if resolved.mesh.size > resolved.mesh.tp_size:
         raise ConfigError("transfer needs a parallel.ep of at most tp; drop one of them")
-    if role.backend in ("cuda_ipc", "nixl") and resolved.mesh.size > 1:
-        text = f"transfer.backend {role.backend} needs a parallel.tp of 1; use auto or socket"
-        raise ConfigError(text)
     if not resolved.recipe.cache.prefix:
         raise ConfigError("transfer needs cache.prefix, which is false; drop one of them")
     return role
@@ -66,25 +66,31 @@ def remote_of(
         state_parts=pages.state_parts,
         share=resolved.mesh.tp_rank,
         shares=resolved.mesh.tp_size,
-        memory=reader_of(role, pages, captured) if resolved.mesh.size == 1 else None,
+        memory=reader_of(role, pages, captured),
     )
     peers = [address_of(peer, "transfer.peers") for peer in role.peers]
     return partial(RemotePages, peers, secret_for(role), limits)
 
 
 def lender_of(
-    config: Config, resolved: Resolved, pages: HostPages, num_pages: int
+    config: Config,
+    resolved: Resolved,
+    pages: HostPages,
+    num_pages: int,
+    *,
+    offered: OfferedMemory | None = None,
 ) -> Lender | None:
     """Return the lender of a prefill server; None for other servers and for ranks other than 0.
 
-    The latter serve their shares of pages to rank 0. Raise ConfigError if the address cannot be
-    used.
+    The latter serve their shares of pages to rank 0, and describe the memory that they offer. Raise
+    ConfigError if the address cannot be used.
     """
     role = check_role(resolved)
     if role is None or role.role != "prefill" or role.listen is None:
         return None
     layout, identity = digests(config, resolved)
     mesh = resolved.mesh
+    memories = memories_of_ranks(mesh, offered)
     if mesh.tp_rank:
         reader = PageReader(pages)
         ShareServer(share_path(mesh, mesh.tp_rank), secret_for(role), reader.page, reader.state)
@@ -95,8 +101,6 @@ def lender_of(
     group = whole_layout(config, resolved).state
     row = None if group is None else StateRow(group, resolved.dtype.itemsize)
     shares = PageShares(pages, heads_by_tensor(config, resolved), others, row)
-    nixl = OfferedNixlMemory(pages.tensors) if role.backend == "nixl" else None
-    memory = nixl.memory if nixl else offered_memory(role, pages) if mesh.size == 1 else None
     try:
         return Lender(
             address_of(role.listen, "transfer.listen"),
@@ -108,13 +112,13 @@ def lender_of(
             page=shares.page,
             state=shares.state,
             state_parts=shares.state_parts,
-            memory=memory,
-            close_memory=nixl.close if nixl else lambda: None,
+            memories=memories,
+            close_memory=offered.close if offered else lambda: None,
             num_ranks=mesh.tp_size,
         )
     except OSError as error:
-        if nixl is not None:
-            nixl.close()
+        if offered is not None:
+            offered.close()
         raise ConfigError(f"transfer.listen {role.listen} cannot be used: {error}") from None
 
 
@@ -124,20 +128,51 @@ def share_path(mesh: Mesh, rank: int) -> str:
     return f"{mesh.rendezvous}.pages{rank}"
 
 
-def offered_memory(role: TransferRole, pages: HostPages) -> DeviceMemory | None:
-    """Return the cache's memory for CUDA IPC; None to send pages by socket.
+def offered_memory(resolved: Resolved, pages: HostPages) -> OfferedMemory | None:
+    """Return this rank's cache as P offers it; None for other servers, and to use sockets.
 
     Raise ConfigError if the recipe requires the memory and it cannot be shared.
     """
+    role = check_role(resolved)
+    if role is None or role.role != "prefill":
+        return None
+    if role.backend == "nixl":
+        nixl = OfferedNixlMemory(pages.tensors)
+        return OfferedMemory(nixl.memory, nixl.close)
     if not uses_device(role, pages):
         return None
     try:
-        return shared_memory(pages.tensors)
+        return OfferedMemory(shared_memory(pages.tensors))
     except ConfigError as error:
         if role.backend == "cuda_ipc":
             raise
         log.info("pages are sent by socket: %s", error)
         return None
+
+
+def memories_of_ranks(mesh: Mesh, offered: OfferedMemory | None) -> list[DeviceMemory]:
+    """Return the memory of each rank; empty on ranks other than 0, and if a rank offers none.
+
+    All ranks call this. Those other than 0 describe their memory in a file, in the private folder
+    where the ranks meet.
+    """
+    if mesh.tp_rank and offered is not None:
+        Path(memory_path(mesh, mesh.tp_rank)).write_bytes(msgspec.msgpack.encode(offered.memory))
+    is_offered = mesh.least(int(offered is not None))  # also a barrier: the files are complete
+    if mesh.tp_rank or offered is None:
+        return []
+    if not is_offered:
+        log.info("pages are sent by socket: another rank offers no memory")
+        return []
+    files = [Path(memory_path(mesh, rank)) for rank in range(1, mesh.tp_size)]
+    others = [msgspec.msgpack.decode(file.read_bytes(), type=DeviceMemory) for file in files]
+    return [offered.memory, *others]
+
+
+def memory_path(mesh: Mesh, rank: int) -> str:
+    """Return the path of the file that describes a rank's memory, in the same folder."""
+    assert isinstance(mesh, (GlooMesh, NcclMesh))
+    return f"{mesh.rendezvous}.memory{rank}"
 
 
 def reader_of(role: TransferRole, pages: HostPages, captured: Event) -> MemoryReader | None:

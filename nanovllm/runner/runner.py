@@ -33,6 +33,7 @@ from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling.vetting import Vetting
 from nanovllm.spec.base import Drafter, DraftStep
 from nanovllm.spec.model_base import DraftModel, StreamTaps
+from nanovllm.transfer.device_pages import OfferedMemory
 from nanovllm.transfer.lender import Lender
 from nanovllm.transfer.remote_pages import RemotePages
 from nanovllm.wire import Generate
@@ -102,6 +103,7 @@ class Runner:
         self.states = states or NoStates()
         self.mover: Mover | NoTiers = NoTiers()  # set by build for cache.host_gib
         self.lender: Lender | None = None  # set by build for transfer.role prefill
+        self.offered: OfferedMemory | None = None  # likewise; registered as long as this exists
         own, by_layer = len(model.layers), {**caches.by_layer, **self.states.by_layer}
         model.bind_caches({n: cache for n, cache in by_layer.items() if n < own})
         if draft_model is not None:

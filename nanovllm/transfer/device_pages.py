@@ -2,7 +2,8 @@
 
 Theory of operation:
 
-1. P's card describes its cache: the memory by handles or addresses, and the place of each page.
+1. P's card describes the cache of each rank: the memory by handles or addresses, and the place of
+   each page. A rank of D reads that of P's rank of the same number, so both have as many ranks.
 2. D opens the memory once per connection, in the connection's thread. It closes it when the
    connection ends, so a handle of an earlier start of P is never read, and a dead P's memory is
    freed.
@@ -19,7 +20,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -66,6 +67,14 @@ class DeviceMemory(Struct, frozen=True):
     parts: list[MemoryPart]
     backend: Literal["cuda_ipc", "nixl"] = "cuda_ipc"
     agent: AgentCard | None = None  # for NIXL
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OfferedMemory:
+    """A rank's cache that D may read until `close`."""
+
+    memory: DeviceMemory
+    close: Callable[[], None] = lambda: None
 
 
 class OpenMemory(Protocol):
@@ -175,18 +184,42 @@ class PeerMemory:
         write("transfer.peers: %s:%d: %s", *self._peer, text)
 
 
-def opened_memory(
-    reader: MemoryReader | None, memory: DeviceMemory | None, peer: tuple[str, int]
-) -> PeerMemory | None:
-    """Open a peer's memory; None if its pages come by socket. `memory` is that of its card.
+def memory_of_rank(
+    memories: Sequence[DeviceMemory], backend: str, rank: int, num_ranks: tuple[int, int]
+) -> DeviceMemory:
+    """Return the memory of P's `rank`. Raise PeerError if it cannot be read by the same rank of D.
 
+    `num_ranks` are those of P and of D.
+    """
+    of_p, of_d = num_ranks
+    if of_p != of_d:
+        remedy = "set one number on both, or use transfer.backend socket"
+        raise PeerError(
+            "memory",
+            f"its parallel.tp is {of_p}, and {of_d} here; {backend} needs equal ones: {remedy}",
+        )
+    if len(memories) != of_p or not memories[rank].parts:
+        raise PeerError("memory", f"it offers no memory for {backend}")
+    return memories[rank]
+
+
+def opened_memory(
+    reader: MemoryReader | None,
+    memories: Sequence[DeviceMemory],
+    peer: tuple[str, int],
+    *,
+    rank: int = 0,
+    num_ranks: tuple[int, int] = (1, 1),
+) -> PeerMemory | None:
+    """Open the memory of a peer's `rank`; None if its pages come by socket.
+
+    `memories` are those of its card, and `num_ranks` those of the peer and of this engine.
     Raise PeerError if the recipe requires the memory and it cannot be opened.
     """
     if reader is None:
         return None
     try:
-        if memory is None or not memory.parts:
-            raise PeerError("memory", f"it offers no memory for {reader.own.backend}")
+        memory = memory_of_rank(memories, reader.own.backend, rank, num_ranks)
         check_memory(memory, reader.own)
         memory_of_peer = PeerMemory(reader.open(memory), memory, peer)
     except PeerError as error:

@@ -42,15 +42,16 @@ class Lender:
         state: Callable[[int, int, int, int], memoryview] | None = None,
         state_parts: Callable[[int], int] = no_parts,
         lease_s: float = LEASE_S,
-        memory: DeviceMemory | None = None,
+        memories: Sequence[DeviceMemory] = (),
         close_memory: Callable[[], None] = lambda: None,
         num_ranks: int = 1,
     ) -> None:
         """`page` returns the bytes of a page, for a share of several; it is called from threads.
 
         `state` returns a part of a checkpoint, and `state_parts` their number for each of several
-        shares. `page_bytes` is the size of a page of each of `num_ranks` ranks. `close` calls
-        `close_memory`, after which no process can read `memory`.
+        shares. `page_bytes` is the size of a page of each of `num_ranks` ranks. `memories` are
+        those of all ranks, or empty. `close` calls `close_memory`, after which no process can read
+        that of rank 0.
         """
         self.engine = secrets.token_hex(16)
         self.leases = Leases(lease_s)
@@ -70,7 +71,7 @@ class Lender:
             page_bytes=page_bytes,
             num_ranks=num_ranks,
             state_parts=state_parts(num_ranks),
-            memory=memory,
+            memories=[*memories],
         )
         source = PageSource(page, lambda lease: self._give_back(lease), state, state_parts)
         self.server = PageServer(listen, secret, card, leases=self.leases, source=source)

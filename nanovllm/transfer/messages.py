@@ -24,7 +24,7 @@ class EngineCard(Struct, frozen=True, tag="engine"):
     page_bytes: int  # of a rank
     num_ranks: int = 1
     state_parts: int = 0  # of page_bytes each, of a rank's recurrent state
-    memory: DeviceMemory | None = None  # that processes of the same host can open
+    memories: list[DeviceMemory] = []  # of each rank, that D's ranks can open; empty: by socket
 
 
 class ReadPages(Struct, frozen=True, tag="read"):

@@ -70,7 +70,7 @@ class ReaderLimits(Struct, frozen=True, kw_only=True):
     shares: int = 1
     silence_s: float = 5.0
     heartbeat_s: float = HEARTBEAT_S
-    memory: MemoryReader | None = None  # of peers on this host; None: pages come by socket
+    memory: MemoryReader | None = None  # of peers' ranks; None: pages come by socket
 
 
 class PageClient:
@@ -214,22 +214,24 @@ class PeerReader:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
-        """Connect, and again after each fault. Log the first fault only, until a connection."""
+        """Connect, and again after each fault. Log one fault of each kind, until a connection."""
         if self._limits.memory is not None:
             self._limits.memory.usable.wait()
-        pause, is_logged = RETRY_S, False
+        pause, logged = RETRY_S, set[str]()
         while not self._closing.is_set():
             try:
                 with socket.create_connection(self._address, self._limits.silence_s) as sock:
                     self._sock = sock
                     self._open(sock)
-                    pause, is_logged = RETRY_S, False
+                    pause = RETRY_S
+                    logged.clear()
                     self._serve()
             except (OSError, PeerError) as error:
-                if not is_logged and not self._closing.is_set():
+                kind = error.kind if isinstance(error, PeerError) else "network"
+                if kind not in logged and not self._closing.is_set():
                     reason = str(error) or type(error).__name__
                     log.warning("transfer.peers: no pages from %s:%d: %s", *self._address, reason)
-                is_logged = True
+                logged.add(kind)
             except Exception:
                 log.exception("the connection to %s failed", self._address)
             finally:
@@ -245,7 +247,13 @@ class PeerReader:
         card, _ = self._receive(EngineCard)
         check_card(card, self._limits)
         self._is_measured = False
-        self._memory = opened_memory(self._limits.memory, card.memory, self._address)
+        self._memory = opened_memory(
+            self._limits.memory,
+            card.memories,
+            self._address,
+            rank=self._limits.share,
+            num_ranks=(card.num_ranks, self._limits.shares),
+        )
         self.fetches.open(card.engine)
         log.info("transfer.peers: %s:%d is engine %s", *self._address, card.engine)
 

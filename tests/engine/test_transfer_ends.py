@@ -38,9 +38,9 @@ def test_the_slowest_rank_ends_a_transfer_and_any_rank_fails_it(places: list[Pla
     load = Copies(1, [(5, 6)], fetches=[(b"a", 5)])
     plain = Copies(2, [(7, 8)])
     ends.start(Moves([], [], [load, plain], [Write(3, 9, b"b")]))
-    own = [Moved(1, fetch_s=0.1, num_bytes=7), Moved(2), Moved(3)]
+    own = [Moved(1, fetch_s=0.1, num_bytes=7, blank=frozenset({5})), Moved(2), Moved(3)]
     assert ends.taken(own) == [Moved(2)]  # of rank 0 alone
-    others[1].reply(encode(Report([Moved(3), Moved(1, fetch_s=0.3)])))
+    others[1].reply(encode(Report([Moved(3), Moved(1, fetch_s=0.3, blank=frozenset({4}))])))
     eventually(lambda: len(woken) == 1)
     assert ends.taken([]) == []
     others[0].reply(encode(Report([Moved(3)])))
@@ -48,7 +48,8 @@ def test_the_slowest_rank_ends_a_transfer_and_any_rank_fails_it(places: list[Pla
     assert ends.taken([]) == [Moved(3)]
     others[0].reply(encode(Report([Moved(1, ok=False, lost=(b"a",))])))
     eventually(lambda: len(woken) == 3)
-    expected = Moved(1, ok=False, fetch_s=0.3, num_bytes=7, lost=(b"a",))
+    blank = frozenset({4, 5})  # slots that any rank has not filled
+    expected = Moved(1, ok=False, fetch_s=0.3, num_bytes=7, blank=blank, lost=(b"a",))
     assert ends.taken([]) == [expected] and ends.taken([]) == []
 
 

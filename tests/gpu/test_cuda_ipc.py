@@ -82,7 +82,8 @@ def prefill(pipe: Connection, index: int) -> None:
     pages = HostPages(filled(torch.device("cuda", index)), 0)
     lender = Lender(
         ("127.0.0.1", 0), SECRET, layout=b"l", identity=b"m", page_bytes=pages.page_bytes,
-        most_pages=OF_P, page=PageShares(pages, [2, 2]).page, memory=shared_memory(pages.tensors),
+        most_pages=OF_P, page=PageShares(pages, [2, 2]).page,
+        memories=[shared_memory(pages.tensors)],
     )  # fmt: skip
     pipe.send(lender.server.address)
     with suppress(EOFError):

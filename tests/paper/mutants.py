@@ -271,6 +271,7 @@ MUTANTS = [
     Mutant("a share that failed on another rank counts", ENDS, "ok=all(end.ok for end in ends)", "ok=ends[0].ok", SLOWEST),
     Mutant("the time of the slowest rank is not used", ENDS, "max(end.fetch_s for end in ends)", "ends[0].fetch_s", SLOWEST),
     Mutant("pages that another rank lost stay", ENDS, "for end in ends for key in end.lost", "for key in ends[0].lost", SLOWEST),
+    Mutant("host slots that another rank has not filled are read", ENDS, "*(end.blank for end in ends)", "ends[0].blank", SLOWEST),
     Mutant("writes end with rank 0", ENDS, "    for write in moves.writes:\n        yield write.ticket\n", "", SLOWEST),
     Mutant("a rank reports transfers without the disk", ENDS, "if end.ticket in self._tickets]", "if end]", "test_a_rank_that_cannot_report_is_an_error"),
     Mutant("ends of a lost rank are awaited", ENDS, "        self._received.put(None)\n", "", "test_a_rank_that_has_gone_is_an_error"),

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import struct
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,11 +24,20 @@ from nanovllm.roles import Backend
 from nanovllm.runner import cuda_ipc, roles
 from nanovllm.runner.build import build
 from nanovllm.runner.cuda_ipc import Copy2D, CudaReader, DriverError, shared_memory
+from nanovllm.transfer.device_pages import PeerMemory
 from nanovllm.transfer.leases import Lease
 from nanovllm.transfer.sealed import PeerError
 from tests.kv.disk.stores import eventually
 from tests.models.tiny import CASES, config_of, make_tiny
-from tests.runner.test_roles import SECRET, spec_of, with_role
+from tests.runner.test_roles import (
+    SECRET,
+    are_connected,
+    check_shares,
+    engine_of,
+    noted_remotes,
+    spec_of,
+    with_role,
+)
 from tests.whole_engine import WholeEngine, prompts_of
 
 BEFORE = 256  # bytes of an allocation before the tensor
@@ -166,50 +181,125 @@ def test_the_text_is_that_of_one_engine(
     monkeypatch.setattr(roles, "uses_device", lambda asked, pages: asked.backend != "socket")
     family, overrides = CASES[case]
     make_tiny(tmp_path, family, **overrides)
-    check_direct(config_of(tmp_path), sizes)
-    eventually(lambda: not HostDriver.opened)
+    check_direct(config_of(tmp_path), sizes, tmp_path)
+    assert not HostDriver.opened
 
 
-def check_direct(config: Config, sizes: dict[str, Any], backend: Backend = "auto") -> None:
-    """Check the texts of D, and that only states pass through its host memory."""
+@pytest.fixture
+def two_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Return a model whose two key/value heads two ranks share, and let CPUs pass for GPUs."""
+    monkeypatch.setattr(roles, "uses_device", lambda asked, pages: asked.backend != "socket")
+    family, overrides = CASES["qwen3 gqa 8"]
+    make_tiny(tmp_path, family, **overrides | {"num_key_value_heads": 2})
+    return config_of(tmp_path)
+
+
+def test_each_rank_copies_from_the_memory_of_its_own_rank(
+    two_heads: Config, tmp_path: Path
+) -> None:
+    check_direct(two_heads, {}, tmp_path, ranks=2)
+    assert not HostDriver.opened
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (2, 2)])
+def test_pages_come_by_socket_where_ranks_cannot_copy(
+    ranks: tuple[int, int],
+    two_heads: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The numbers of ranks differ, or rank 1 of P cannot share its memory."""
+    caplog.set_level(logging.INFO)
+    reason = "its parallel.tp is 2, and 1 here; cuda_ipc needs equal ones"
+    if ranks == (2, 2):
+        reason = "it offers no memory for cuda_ipc"
+
+        def is_shareable(driver: HostDriver, address: int) -> bool:
+            return threading.current_thread() is threading.main_thread()
+
+        monkeypatch.setattr(HostDriver, "is_shareable", is_shareable)
+    folders = [tmp_path / name for name in ("meet_p", "meet_d")]
+    for folder in folders:
+        folder.mkdir()
+    check_shares(two_heads, {}, ranks, folders)
+    assert HostDriver.num_copies == 0 and reason in caplog.text
+    unshared = "pages are sent by socket: another rank offers no memory"
+    assert (unshared in caplog.text) == (ranks == (2, 2))
+
+
+def check_direct(
+    config: Config,
+    sizes: dict[str, Any],
+    folder: Path,
+    *,
+    backend: Backend = "auto",
+    ranks: int = 1,
+) -> None:
+    """Check the texts of D, and that only states pass through its host memory.
+
+    Each rank copies all pages, from the memory of one rank of P.
+    """
     sizes = dict(slots=4, step_tokens=24, max_tokens=90) | sizes
-    asked = with_role(config, "prefill", "127.0.0.1:0", backend=backend)
-    p = WholeEngine(asked, pages=64, **sizes)
-    lender = p.runner.lender
-    assert lender is not None
-    host, port = lender.server.address
-    asked = with_role(config, "decode", f"{host}:{port}", backend=backend)
-    d = WholeEngine(asked, pages=48, host_gib=0.01, **sizes)
+    folders = [folder / name for name in ("meet_p", "meet_d")]
+    for each in folders:
+        each.mkdir()
     alone = WholeEngine(config, pages=64, **sizes)
-    remote = d.runner.remote
-    assert remote is not None
-    tickets, ended = Tickets(remote, 4), list[Lease]()
-    lender.call_when_ended(ended.append)
-    eventually(lambda: remote._client.reads_from(lender.engine))
-    prompts = [prompt for prompt in prompts_of(6) if len(prompt) > 12]
-    for i, prompt in enumerate(prompts):
-        alone.submit(i, prompt, 10)
-        alone.run()
-        p.loop.handle(spec_of(i, prompt, 1, lends=True))
-        p.run()
-        spec = spec_of(i, prompt, 10, ticket=json.loads(p.handovers[i])["nanovllm_ticket"])
-        tickets.offer(spec, b"")
-        d.loop.handle(spec)
-        d.run()
-        assert d.cached[i] == (len(prompt) - 1) // 4 * 4
-        eventually(lambda count=i + 1: len(ended) == count)
-        p.scheduler.take_back(ended[i].pages, ended[i].state)
-    assert d.text == alone.text and len(prompts) >= 4
-    num_parts = len(prompts) * remote._limits.state_parts
-    assert remote.counts == {"read": len(prompts)} and lender.server.counts["pages"] == num_parts
-    eventually(lambda: d.loop.step() or not d.scheduler.num_moving)
-    tiers = d.scheduler.stats().tiers
-    assert tiers["peer.hit_tokens"] == sum(d.cached.values())
-    assert tiers["host.load_bytes"] == num_parts * tiers["host.page_bytes"]
-    assert tiers["host.stored"] >= tiers["peer.loaded"] > 0
-    d.memory.check()
-    remote.close()
-    lender.close()
+    asked = with_role(config, "prefill", "127.0.0.1:0", backend=backend)
+    with noted_copies() as copied, engine_of(asked, ranks, folders[0], pages=64, **sizes) as p:
+        lender, ended = p.runner.lender, list[Lease]()
+        assert lender is not None
+        lender.call_when_ended(ended.append)
+        address = "{}:{}".format(*lender.server.address)
+        asked = with_role(config, "decode", address, backend=backend)
+        with (
+            noted_remotes() as remotes,
+            engine_of(asked, ranks, folders[1], pages=48, host_gib=0.01, **sizes) as d,
+        ):
+            assert d.runner.remote is not None
+            remote, tickets = d.runner.remote, Tickets(d.runner.remote, 4)
+            eventually(lambda: are_connected(remotes, ranks, lender.engine), 30)
+            prompts = [prompt for prompt in prompts_of(6) if len(prompt) > 12]
+            for i, prompt in enumerate(prompts):
+                alone.submit(i, prompt, 10)
+                alone.run()
+                p.loop.handle(spec_of(i, prompt, 1, lends=True))
+                p.run()
+                spec = spec_of(i, prompt, 10, ticket=json.loads(p.handovers[i])["nanovllm_ticket"])
+                tickets.offer(spec, b"")
+                d.loop.handle(spec)
+                d.run()
+                remote.settle(i)
+                assert d.cached[i] == (len(prompt) - 1) // 4 * 4
+                eventually(lambda count=i + 1: len(ended) == count)
+                p.scheduler.take_back(ended[i].pages, ended[i].state)
+            assert d.text == alone.text and len(prompts) >= 4
+            assert sorted(copied.values()) == ranks * [sum(d.cached.values()) // 4]
+            num_parts = len(prompts) * remote._limits.state_parts
+            assert remote.counts == {"read": len(prompts)}
+            assert lender.server.counts["pages"] == ranks * num_parts
+            eventually(lambda: d.loop.step() or not d.scheduler.num_moving)
+            tiers = d.scheduler.stats().tiers
+            assert tiers["peer.hit_tokens"] == sum(d.cached.values())
+            assert tiers["host.load_bytes"] == num_parts * tiers["host.page_bytes"]
+            assert tiers["host.stored"] >= tiers["peer.loaded"] > 0
+            d.memory.check()
+        lender.close()
+
+
+@contextmanager
+def noted_copies() -> Iterator[Counter[tuple[bytes, int]]]:
+    """Yield the number of pages that were copied between devices, by the place of P's cache."""
+    copied: Counter[tuple[bytes, int]] = Counter()
+    real = PeerMemory.copy
+
+    def copy(memory: PeerMemory, pages: Sequence[tuple[int, int]], ready: object) -> None:
+        opened: Any = memory._opened
+        copied[opened._parts[0].handle, opened._parts[0].start] += len(pages)
+        real(memory, pages, ready)
+
+    with patch.object(PeerMemory, "copy", copy):
+        yield copied
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

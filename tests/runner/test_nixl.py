@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import logging.config
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -30,11 +32,12 @@ from nanovllm.transfer.device_pages import (
     check_memory,
 )
 from nanovllm.transfer.sealed import PeerError
+from tests.engine.test_ranks import ranked
 from tests.kv.disk.stores import eventually
 from tests.models.tiny import CASES, config_of, make_tiny
 from tests.runner.nixl_prefill import SIZES, PrefillProcess
 from tests.runner.test_cuda_ipc import check_direct
-from tests.runner.test_roles import SECRET, spec_of, with_role
+from tests.runner.test_roles import SECRET, noted_remotes, spec_of, with_role
 from tests.whole_engine import WholeEngine, prompts_of
 
 IS_INSTALLED = any(find_spec(name) for name in nixl.MODULES)
@@ -168,8 +171,53 @@ def test_the_text_is_that_of_one_engine(case: str, sizes: dict[str, Any], tmp_pa
     family, overrides = CASES[case]
     make_tiny(tmp_path, family, **overrides)
     before = num_threads()
-    check_direct(config_of(tmp_path), sizes, backend="nixl")
+    check_direct(config_of(tmp_path), sizes, tmp_path, backend="nixl")
     eventually(lambda: num_threads() <= before)
+
+
+@needs_nixl
+def test_each_rank_reads_from_the_memory_of_its_own_rank(tmp_path: Path) -> None:
+    """The states of a hybrid model go by socket, in parts of each rank."""
+    family, overrides = CASES["qwen3_next"]
+    make_tiny(tmp_path, family, **overrides)
+    check_direct(config_of(tmp_path), dict(checkpoints=8), tmp_path, backend="nixl", ranks=2)
+
+
+@needs_nixl
+def test_other_numbers_of_ranks_do_not_pair(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """D warns once, although it tries again, and computes."""
+    make_tiny(tmp_path, "qwen3")
+    config = config_of(tmp_path)
+    sizes: dict[str, Any] = dict(pages=64, **SIZES)
+    with ranked(
+        with_role(config, "prefill", "127.0.0.1:0", backend="nixl"), 2, tmp_path, **sizes
+    ) as p:
+        lender = p.runner.lender
+        assert lender is not None
+        host, port = lender.server.address
+        asked = with_role(config, "decode", f"{host}:{port}", backend="nixl")
+        with noted_remotes() as remotes:
+            d = WholeEngine(asked, host_gib=0.01, **sizes)
+            refusal = f"no pages from {host}:{port}: "
+            eventually(lambda: refusal in caplog.text)
+            prompt = next(prompt for prompt in prompts_of(6) if len(prompt) > 12)
+            p.loop.handle(spec_of(0, prompt, 1, lends=True))
+            p.run()
+            ticket = json.loads(p.handovers[0])["nanovllm_ticket"]
+            spec = spec_of(0, prompt, 10, ticket=ticket)
+            Tickets(remotes[0], 4).offer(spec, b"")
+            d.loop.handle(spec)
+            d.run()
+            assert d.cached[0] == 0 and len(d.text[0]) == 10
+            assert remotes[0].counts == {"unconnected": 1}
+        lender.close()
+    (line,) = (r.getMessage() for r in caplog.records if refusal in r.getMessage())
+    assert line.partition(refusal)[2] == (
+        "its parallel.tp is 2, and 1 here; nixl needs equal ones: set one number on both, or use "
+        "transfer.backend socket"
+    )
 
 
 @pytest.fixture
@@ -270,7 +318,7 @@ def thread_names() -> list[str]:
     return [thread.name for thread in threading.enumerate()]
 
 
-def test_the_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_is_missing_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "MODULES", ("nixl_missing", "nixl_missing_too"))
     keys = ["device=cpu", "transfer.backend=nixl", "transfer.listen=127.0.0.1:1"]
     keys += ["transfer.peers=[127.0.0.1:1]", "cache.host_gib=0.01", f"transfer.secret={SECRET}"]
@@ -278,6 +326,28 @@ def test_the_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         config = load_config(None, keys, {"transfer.role": role})
         with pytest.raises(ConfigError, match=r"nixl needs the package nixl-cu12 .*nanovllm\[nixl"):
             build(config)
+    (tmp_path / "nixl_without_a_library.py").write_text('raise OSError("libcuda.so.1")')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(nixl, "MODULES", ("nixl_without_a_library",))
+    with pytest.raises(ConfigError, match=r"\(libcuda.so.1\): pip install"):
+        nixl.nixl_library()
+
+
+def test_a_library_that_configures_logging_closes_no_handler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's log goes on after the import of NIXL."""
+    lines = ["import logging.config", 'logging.config.dictConfig({"version": 1})']
+    (tmp_path / "nixl_that_configures.py").write_text(
+        "\n".join([*lines, "logging.raiseExceptions = 0"])
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(nixl, "MODULES", ("nixl_that_configures",))
+    handler, closed = logging.StreamHandler(), []
+    configure = logging.config.dictConfig
+    monkeypatch.setattr(handler, "close", lambda: closed.append(1))
+    assert nixl.nixl_library().__name__ == "nixl_that_configures" and not closed
+    assert logging.config.dictConfig is configure and logging.raiseExceptions
 
 
 @needs_nixl

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from array import array
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from msgspec.structs import replace
@@ -15,10 +17,12 @@ from nanovllm.config import Config, ConfigError, Speculate, TransferRole, load_c
 from nanovllm.engine.tickets import Tickets
 from nanovllm.parallel.mesh import first_rank
 from nanovllm.roles import Backend, Role
+from nanovllm.runner import roles
 from nanovllm.runner.resolved import resolve_config
 from nanovllm.runner.roles import check_role
 from nanovllm.transfer.leases import Lease
 from nanovllm.transfer.lender import Lender
+from nanovllm.transfer.remote_pages import RemotePages
 from nanovllm.wire import Generate
 from tests.engine.test_ranks import ranked
 from tests.kv.disk.stores import eventually
@@ -116,14 +120,10 @@ def check_texts(config: Config, sizes: dict[str, Any], num_prefill: int = 1) -> 
 
 def test_what_cannot_be_transferred_yet_is_one_line() -> None:
     asked = ["device=cpu", "load.format=dummy", "transfer.listen=127.0.0.1:1"]
-    for more, line in (
-        (["parallel.tp=2", "transfer.backend=cuda_ipc"], "transfer.backend cuda_ipc needs a para"),
-        (["parallel.tp=2", "transfer.backend=nixl"], "transfer.backend nixl needs a parallel.tp"),
-        (["cache.prefix=false"], "transfer needs cache.prefix, which is false; drop one of them"),
-    ):
-        config = load_config(None, [*asked, *more], {"transfer.role": "prefill"})
-        with pytest.raises(ConfigError, match=f"^{line}"):
-            check_role(resolve_config(config, first_rank(config.recipe.parallel)))
+    config = load_config(None, [*asked, "cache.prefix=false"], {"transfer.role": "prefill"})
+    line = "transfer needs cache.prefix, which is false; drop one of them"
+    with pytest.raises(ConfigError, match=f"^{line}"):
+        check_role(resolve_config(config, first_rank(config.recipe.parallel)))
 
 
 @pytest.mark.parametrize(
@@ -183,11 +183,14 @@ def check_shares(
         assert lender is not None
         lender.call_when_ended(ended.append)
         asked = with_role(config, "decode", "{}:{}".format(*lender.server.address))
-        with engine_of(asked, ranks[1], folders[1], host_gib=0.01, **sizes) as d:
+        with (
+            noted_remotes() as remotes,
+            engine_of(asked, ranks[1], folders[1], host_gib=0.01, **sizes) as d,
+        ):
             remote = d.runner.remote
             assert remote is not None
             tickets = Tickets(remote, 4)
-            eventually(lambda: remote._client.reads_from(lender.engine))
+            eventually(lambda: are_connected(remotes, ranks[1], lender.engine), 30)
             prompts = [prompt for prompt in prompts_of(6) if len(prompt) > 12]
             for i, prompt in enumerate(prompts):
                 is_broken = i == len(prompts) - 1 and ranks[0] == 2
@@ -210,8 +213,31 @@ def check_shares(
                 eventually(lambda count=i + 1: len(ended) == count)
                 p.scheduler.take_back(ended[i].pages, ended[i].state)
             assert d.text == alone.text and len(prompts) >= 4
-            remote.close()
         lender.close()
+
+
+@contextmanager
+def noted_remotes() -> Iterator[list[RemotePages]]:
+    """Yield the list of the remote pages of all ranks of D. Close them at the end."""
+    remotes: list[RemotePages] = []
+
+    def opened(*arguments: Any) -> RemotePages:
+        remotes.append(RemotePages(*arguments))
+        return remotes[-1]
+
+    try:
+        with patch.object(roles, "RemotePages", opened):
+            yield remotes
+    finally:
+        for remote in remotes:
+            remote.close()
+    peers = [peer for remote in remotes for peer in remote._client._peers]
+    eventually(lambda: all(peer._memory is None for peer in peers), 30)
+
+
+def are_connected(remotes: list[RemotePages], num_ranks: int, engine: str) -> bool:
+    """Return True if all ranks of D have connected to the engine."""
+    return [one._client.reads_from(engine) for one in remotes] == num_ranks * [True]
 
 
 def engine_of(config: Config, ranks: int, folder: Path, **sizes: Any) -> Any:

@@ -159,8 +159,8 @@ def test_checkpoints_must_fit_the_hosts_memory(monkeypatch) -> None:
     for key, more in (("cache.disk", ["cache.disk={path: x}"]), ("transfer.role decode", decode)):
         line = refused("qwen3-next-80b-a3b", *tiny, *all_states, "cache.host_gib=5.996705", *more)
         assert line == (
-            f"{key} needs 198 pages in host memory, and cache.host_gib has room for 0; raise it, or "
-            "lower cache.checkpoints"
+            f"{key} needs 198 pages in host memory, and cache.host_gib has room for 0; raise it, "
+            "or lower cache.checkpoints"
         )
 
 

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from nanovllm.transfer.device_pages import Arrivals, DeviceMemory, MemoryPart, this_process
+from nanovllm.transfer.messages import EngineCard, ToD
 from nanovllm.transfer.page_client import PageClient
 from nanovllm.transfer.sealed import PeerError
 from nanovllm.transfer.tickets import Ticket
@@ -87,8 +88,13 @@ def offering(engine: str = "p1", port: int = 0, **changed: Any) -> PrefillEngine
     """Return P that offers its memory, or what is in `changed`."""
     p = PrefillEngine(engine, port)
     has_own = "memory" in changed
-    memory = changed["memory"] if has_own else offered(engine.encode(), **changed)
-    p.server._card = msgspec.structs.replace(p.server._card, memory=memory)
+    fields = {name: value for name, value in changed.items() if name != "num_ranks"}
+    memory = changed["memory"] if has_own else offered(engine.encode(), **fields)
+    memories = [] if memory is None else [memory]
+    num_ranks = changed.get("num_ranks", 1)
+    p.server._card = msgspec.structs.replace(
+        p.server._card, memories=memories * num_ranks, num_ranks=num_ranks
+    )
     return p
 
 
@@ -161,6 +167,7 @@ REFUSED = [
     ({"pids": "another"}, "it runs in another PID namespace: share one"),
     ({"parts": OWN.parts * 2}, "its cache has other tensors"),
     ({"memory": None}, "it offers no memory for cuda_ipc"),
+    ({"num_ranks": 2}, "its parallel.tp is 2, and 1 here; cuda_ipc needs equal ones: set one numb"),
     ({"memory": offered(b"unknown")}, "its memory cannot be opened: none"),
 ]
 
@@ -178,6 +185,13 @@ def test_pages_come_by_socket_where_memory_cannot_be_opened(
         assert started.buffers == [p.pool[3], p.pool[1]]
     assert said in caplog.text and not [r for r in caplog.records if r.levelno > logging.INFO]
     p.server.close()
+
+
+def test_a_card_of_another_release_offers_no_memory() -> None:
+    """It has one memory in another field, which is not that of each rank."""
+    card = dict(type="engine", engine="p1", layout=b"l", identity=b"m", page_bytes=1, memory=OWN)
+    decoder = msgspec.msgpack.Decoder[ToD](ToD)
+    assert decoder.decode(msgspec.msgpack.encode(card)) == EngineCard("p1", b"l", b"m", 1)
 
 
 def test_required_memory_that_cannot_be_opened(caplog: pytest.LogCaptureFixture) -> None:

@@ -324,6 +324,19 @@ def test_a_peer_that_does_not_fit(
     p.server.close()
 
 
+def test_a_peer_that_starts_late_and_does_not_fit_is_named_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Otherwise the remedy would be missing from the log of a D that starts before P."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with reader(peer=("127.0.0.1", port)):
+        eventually(lambda: f"no pages from 127.0.0.1:{port}: [Errno" in caplog.text)
+        p = PrefillEngine(port=port, layout=b"L")
+        eventually(lambda: f"127.0.0.1:{port}: its layout differs: serve the same" in caplog.text)
+    p.server.close()
+
+
 def test_an_altered_byte_is_noticed(p: PrefillEngine) -> None:
     """A proxy between the engines flips one bit of a page."""
     flips = [True]
