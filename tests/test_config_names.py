@@ -213,8 +213,8 @@ def test_the_wheel_ships_recipes_and_every_package() -> None:
         ("server.log_format=xml", "server.log_format is 'xml'; it must be text or json"),
         (
             "cache.checkpoint_host_gib=4",
-            "cache.checkpoint_host_gib is part of cache.host_gib: set cache.host_gib, and "
-            "cache.checkpoint_fraction=0 to put recurrent states there",
+            "cache.checkpoint_host_gib was removed; states share cache.host_gib: set "
+            "cache.host_gib, and cache.checkpoint_fraction=0 to put recurrent states there",
         ),
         ("cache.page_token=4", "unknown key cache.page_token; did you mean cache.page_tokens?"),
         ("page_tokens=4", "unknown key page_tokens; did you mean cache.page_tokens?"),

@@ -125,7 +125,7 @@ class Split(NamedTuple):
         lacking = -(-(10**6) * (taken + least * each) // 2**30) / 10**6
         page = f"a page of {size} tokens, {self.layout.bytes_per_token / 1024:g} KiB each"
         count_of_states = self.checkpoints
-        states = f"{count_of_states} recurrent state{'s' * (count_of_states > 1)}"
+        states = f"{count_of_states} recurrent " + ("states" if count_of_states > 1 else "state")
         parts = [states] * (taken > 0) + [page] * least
         raise ConfigError(
             f"cache.host_gib is {cache.host_gib:g}; it must be 0, or at least {lacking} for "
