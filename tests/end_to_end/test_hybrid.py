@@ -67,7 +67,7 @@ def test_long_texts_are_the_references(told: PlanMessage) -> None:
         assert [engine.text[i] for i in range(len(prompts))] == expected
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     pages=st.integers(50, 90),
     page_tokens=st.sampled_from([4, 16]),
