@@ -68,7 +68,7 @@ def test_taps(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Trap 1: SpecForge counts outputs, vLLM inputs. The log names the layers and the source."""
+    """SpecForge counts outputs, vLLM inputs. The log names the layers and the source."""
     caplog.set_level("INFO", "engine")
     assert read(tmp_path, asked=asked, **{"eagle_config": None, **fields}).taps == taps
     (line,) = [each for each in caplog.messages if "taps" in each]

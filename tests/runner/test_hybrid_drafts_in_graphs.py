@@ -1,4 +1,4 @@
-"""Graphs of decode steps with drafts and recurrent states, as tapes, with their traps in trackers.
+"""Graphs of decode steps with drafts and recurrent states, as tapes, with faults of other engines.
 
 Text, accepted drafts, keys and states of replays are those of eager steps.
 """
@@ -169,7 +169,7 @@ def test_a_replay_is_the_eager_step(config: Config, method: str) -> None:
 def test_states_and_keys_of_a_replay_are_those_of_the_eager_step(
     config: Config, method: str
 ) -> None:
-    """Traps 18 and 21: after each step, all pages and all states are equal, but for padding.
+    """After each step, all pages and all states are equal, but for padding.
 
     The last state row and page 0 are padding. A state lags by the latest step's tokens.
     """
@@ -195,7 +195,7 @@ def test_states_and_keys_of_a_replay_are_those_of_the_eager_step(
 
 
 def test_a_capture_leaves_no_trace(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trap 19: all rows of a capture are padding, of length 0. No index is negative.
+    """All rows of a capture are padding, of length 0. No index is negative.
 
     Slots, states and pages are as before, except the padding page and the padding slot.
     """
@@ -229,7 +229,7 @@ def test_a_capture_leaves_no_trace(config: Config, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("length", [1, DRAFTS, 1 + DRAFTS, 2 + DRAFTS])
 def test_a_prompt_as_short_as_a_decode_row_is_a_chunk(config: Config, length: int) -> None:
-    """Trap 20: it has no state yet, so a graph of decode steps would read the slot's former one.
+    """The request has no state yet, so a graph of decode steps would read the slot's former one.
 
     The slot's former request has left its state, its keys and its latest tokens there.
     """

@@ -164,7 +164,7 @@ def test_drafts_are_those_of_the_oracle(
 ) -> None:
     """Prompts are in chunks next to decode rows. Each draft of each step is compared.
 
-    Traps 5 to 7: recycled states, shifted tokens of prompts, and keys of rejected drafts.
+    It would find faults in recycled states, shifted tokens of prompts, and keys of rejected drafts.
     """
     make, family = CASES[case]
     pair = make(tmp_path, family)
@@ -205,7 +205,7 @@ def test_other_recipes_write_their_text(
 
 @pytest.mark.parametrize("family", EAGLE_TARGETS)
 def test_taps_are_streams_with_all_products(family: str, tmp_path: Path) -> None:
-    """Trap 1: tap n is the output of transformers' layer n - 1, before any norm, for each n."""
+    """Tap n is the output of transformers' layer n - 1, before any norm, for each n."""
     reference = make_tiny(tmp_path, family, num_hidden_layers=3, **EAGLE_TARGETS[family])
     expected: list[Tensor] = []
     for layer in reference.model.layers:

@@ -104,7 +104,7 @@ def test_prompts_of_a_few_tokens(config: Config, sampling: str) -> None:
 def test_texts_that_end_at_the_longest_context(
     config: Config, max_tokens: int, sampling: str
 ) -> None:
-    """Traps 23, 25 and 35. Pages of 4 tokens end at 36, and drafts would be beyond the context.
+    """Pages of 4 tokens end at 36, and drafts would be beyond the context.
 
     Prompts leave room for 1 to 12 tokens.
     """
@@ -147,7 +147,7 @@ def test_a_stop_token_amid_accepted_drafts(
 
 
 def test_logprobs_are_those_of_the_target(config: Config) -> None:
-    """Trap 37: another engine returned 0.0 for all, and another those of the drafts."""
+    """Another engine returned 0.0 for all, and another those of the drafts."""
     sampling = Sampling(temperature=0.6, seed=2, logprobs=3)
     found = check(config, [Ask(prompt) for prompt in prompts_of(4, 5)], sampling)
     values = [one.logprob for entries in found.logprobs.values() for one in entries]
@@ -155,7 +155,7 @@ def test_logprobs_are_those_of_the_target(config: Config) -> None:
 
 
 def test_a_prefix_hit_before_the_first_draft(config: Config) -> None:
-    """Traps 33 and 34: hits are those without drafts, and acceptance stays as it is."""
+    """Hits are those without drafts, and acceptance stays as it is."""
     prompt = prompts_of(1, 5)[0][:22]
     asks = [Ask([*prompt, tail], 16) for tail in (4, 4, 9)] * 6
     cached, rates = [], []
