@@ -37,8 +37,8 @@ def check(transfer: TransferRole | None, host_gib: float, num_engines: int) -> N
     for name, address in (("listen", transfer.listen), *(("peers", p) for p in transfer.peers)):
         if address is not None and not address_of(address, f"transfer.{name}")[1]:
             raise ConfigError(
-                f"transfer.{name} is {address!r}; name a port from 1 to {MOST_PORT}, which the "
-                "servers of both roles must know"
+                f"transfer.{name} is {address!r}; name a port from 1 to {MOST_PORT}, which "
+                "decode servers connect to"
             )
     if transfer.role is None:
         raise ConfigError("transfer needs a role: add --role prefill or --role decode")

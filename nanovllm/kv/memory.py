@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 from nanovllm.kv.keys import Key, PageKeys
 from nanovllm.kv.page_log import PageLog
+from nanovllm.kv.page_moves import Source
 from nanovllm.kv.pages import PagePool
 from nanovllm.plan import Moved, Moves
 
@@ -45,7 +46,7 @@ class Holding:
     pages: list[int]
     num_named: int
     num_fetched: int = 0  # of these, pages that came from the tier below host memory
-    fetched_from: str = "disk"  # or "peer", another engine
+    fetched_from: Source = "disk"
 
 
 class Found(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from nanovllm.kv.keys import Key
 from nanovllm.plan import Copies
 
-Source: TypeAlias = Literal["disk", "peer"]
+Source: TypeAlias = Literal["disk", "peer"]  # of fetched pages; peer: another engine
 
 
 @dataclass(slots=True)

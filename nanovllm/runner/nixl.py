@@ -42,11 +42,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import ConfigError
-from nanovllm.runner.cuda_ipc import Driver, part_of, runs
+from nanovllm.runner.cuda_ipc import EXPANDABLE, Driver, part_of, runs
 from nanovllm.transfer.device_pages import (
     AgentCard,
     DeviceMemory,
     MemoryPart,
+    OfferedMemory,
     OpenMemory,
 )
 from nanovllm.transfer.sealed import PeerError
@@ -162,23 +163,18 @@ class Agent:
             agent.agent = None  # the library's own object, which its reads refer to as well
 
 
-class OfferedNixlMemory:
-    """P's cache, registered for reads of decode servers."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Register the cache. Raise ConfigError if that is not possible."""
-        try:
-            check_shareable(tensors)
-            self._agent = Agent(tensors, answers=True)
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ConfigError(f"transfer.backend nixl: {error}; use backend socket") from None
-        parts = [part_of(tensor, start=tensor.data_ptr()) for tensor in tensors]
-        self.memory = DeviceMemory("", "", parts, backend="nixl", agent=self._agent.card())
-
-    def close(self) -> None:
-        self._agent.close()
+def registered_memory(tensors: Sequence[Tensor]) -> OfferedMemory:
+    """Register P's cache for reads of decode servers. Raise ConfigError if that is not possible."""
+    try:
+        check_shareable(tensors)
+        agent = Agent(tensors, answers=True)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"transfer.backend nixl: {error}; use backend socket") from None
+    parts = [part_of(tensor, start=tensor.data_ptr()) for tensor in tensors]
+    memory = DeviceMemory("", "", parts, backend="nixl", agent=agent.card())
+    return OfferedMemory(memory, agent.close)
 
 
 class NixlReader:
@@ -442,5 +438,4 @@ def check_shareable(tensors: Sequence[Tensor]) -> None:
     if tensors[0].device.type != "cuda":
         return
     if not all(Driver().is_shareable(tensor.data_ptr()) for tensor in tensors):
-        remedy = "drop expandable_segments of PYTORCH_CUDA_ALLOC_CONF, or use backend socket"
-        raise ConfigError(f"transfer.backend nixl: {remedy}")
+        raise ConfigError(f"transfer.backend nixl: drop {EXPANDABLE}, or use backend socket")

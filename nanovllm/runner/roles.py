@@ -20,7 +20,7 @@ from nanovllm.parallel.nccl import NcclMesh
 from nanovllm.roles import TransferRole, address_of
 from nanovllm.runner.cuda_ipc import CudaReader, shared_memory
 from nanovllm.runner.disk import owner_of
-from nanovllm.runner.nixl import NixlReader, OfferedNixlMemory
+from nanovllm.runner.nixl import NixlReader, registered_memory
 from nanovllm.runner.page_shares import PageReader, PageShares
 from nanovllm.runner.resolved import Resolved, loader_of, with_short_states
 from nanovllm.runner.state_rows import StateRow
@@ -123,9 +123,14 @@ def lender_of(
 
 
 def share_path(mesh: Mesh, rank: int) -> str:
-    """Return the path of the socket of a rank's share, next to the file where the ranks meet."""
+    """Return the path of the socket of a rank's share."""
+    return path_of_rank(mesh, "pages", rank)
+
+
+def path_of_rank(mesh: Mesh, kind: str, rank: int) -> str:
+    """Return the path of a rank's file of a kind, next to the file where the ranks meet."""
     assert isinstance(mesh, (GlooMesh, NcclMesh))
-    return f"{mesh.rendezvous}.pages{rank}"
+    return f"{mesh.rendezvous}.{kind}{rank}"
 
 
 def offered_memory(resolved: Resolved, pages: HostPages) -> OfferedMemory | None:
@@ -137,8 +142,7 @@ def offered_memory(resolved: Resolved, pages: HostPages) -> OfferedMemory | None
     if role is None or role.role != "prefill":
         return None
     if role.backend == "nixl":
-        nixl = OfferedNixlMemory(pages.tensors)
-        return OfferedMemory(nixl.memory, nixl.close)
+        return registered_memory(pages.tensors)
     if not uses_device(role, pages):
         return None
     try:
@@ -170,9 +174,8 @@ def memories_of_ranks(mesh: Mesh, offered: OfferedMemory | None) -> list[DeviceM
 
 
 def memory_path(mesh: Mesh, rank: int) -> str:
-    """Return the path of the file that describes a rank's memory, in the same folder."""
-    assert isinstance(mesh, (GlooMesh, NcclMesh))
-    return f"{mesh.rendezvous}.memory{rank}"
+    """Return the path of the file that describes a rank's memory."""
+    return path_of_rank(mesh, "memory", rank)
 
 
 def reader_of(role: TransferRole, pages: HostPages, captured: Event) -> MemoryReader | None:

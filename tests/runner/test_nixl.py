@@ -22,13 +22,14 @@ from nanovllm.config import ConfigError, load_config
 from nanovllm.engine.tickets import Tickets
 from nanovllm.runner import nixl, roles
 from nanovllm.runner.build import build
-from nanovllm.runner.nixl import NixlReader, OfferedNixlMemory, OpenNixlMemory, PageBlock
+from nanovllm.runner.nixl import NixlReader, OpenNixlMemory, PageBlock, registered_memory
 from nanovllm.transfer import page_client
 from nanovllm.transfer.device_pages import (
     MAX_METADATA,
     AgentCard,
     DeviceMemory,
     MemoryPart,
+    OfferedMemory,
     check_memory,
 )
 from nanovllm.transfer.sealed import PeerError
@@ -53,9 +54,9 @@ def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def offered(tensors: list[torch.Tensor]) -> tuple[OfferedNixlMemory, DeviceMemory]:
+def offered(tensors: list[torch.Tensor]) -> tuple[OfferedMemory, DeviceMemory]:
     """Return P's memory, and what D receives of it."""
-    own = OfferedNixlMemory(tensors)
+    own = registered_memory(tensors)
     return own, msgspec.msgpack.decode(msgspec.msgpack.encode(own.memory), type=DeviceMemory)
 
 
