@@ -12,7 +12,8 @@ import msgspec
 MAX_MESSAGE_CHARS = 1000  # a request cannot inflate its own refusal
 MAX_VALUE_CHARS = 100  # of a value that a message quotes
 MAX_SEARCHED = 16 << 10  # bytes of a body in which a wrong text is searched for
-HALF_ESCAPED, HALF = re.compile(rb"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
+HALF_ESCAPED = re.compile(rb"\\u[dD][89a-fA-F]")
+HALF = re.compile("[\ud800-\udfff]")  # in a decoded text, where whole pairs are characters
 HEADERS = {
     401: [(b"www-authenticate", b"Bearer")],
     413: [(b"connection", b"close")],  # keeps the client from sending the rest of the body
@@ -130,13 +131,14 @@ def half_pair(body: bytes) -> ApiError | None:
     if len(body) > MAX_SEARCHED or HALF_ESCAPED.search(body) is None:
         return None
     try:
-        found = first_half(json.loads(body.decode()))
+        place = first_half(json.loads(body.decode()))
     except (ValueError, RecursionError):
         return None
-    if found is None:
+    if place is None:
         return None
-    path, half = shortened(found[0], MAX_VALUE_CHARS), ascii(found[1])[1:-1]
-    text = f"{path or 'the body'}: {half} is half of a surrogate pair; send both halves"
+    path, half = place
+    path, escaped = shortened(path, MAX_VALUE_CHARS), ascii(half)[1:-1]
+    text = f"{path or 'the body'}: {escaped} is half of a surrogate pair; send both halves"
     return ApiError(400, text, param=path or None, code="invalid_value")
 
 
