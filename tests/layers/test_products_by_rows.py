@@ -33,6 +33,7 @@ MODELS = (
     ("qwen3-8b", 1, ("kernels.skinny_linear=torch",)),
     ("qwen3-8b", 1, ("kernels.sliced_linear=torch", "kernels.added_linear=torch")),
     ("qwen3-32b", 2, ()),
+    ("qwen3-32b", 4, ()),
     ("qwen3-30b-a3b", 1, ()),
     ("qwen3-30b-a3b", 1, ("quantize=fp8",)),
     ("qwen3-next-80b-a3b", 1, ()),

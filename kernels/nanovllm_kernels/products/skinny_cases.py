@@ -18,7 +18,7 @@ TIMED = (1, 8, 32, 64, 128)
 def cases(
     kind: Kind, inputs: Callable[..., Args], layers: list[tuple[int, int]]
 ) -> tuple[Case, ...]:
-    """Return cases. `layers` are N, D of Qwen3-0.6B, Qwen3-8B and Qwen3-Next."""
+    """Return cases. `layers` are N, D of Qwen3-0.6B, Qwen3-8B, Qwen3-Next, and 32B on four GPUs."""
     N, D = layers[0]
     spiked = [
         Case(f"{odd} T=9 N={N} D={D}", partial(inputs, 9, N, D, kind=odd))
@@ -41,7 +41,11 @@ SKINNY_LINEAR = Kernel(
     "skinny_linear",
     PRODUCTS.linear,
     linear_cases.linear_reference,
-    cases(Kind(), linear_cases.linear_inputs, [(151936, 1024), (151936, 4096)]),
+    cases(
+        Kind(),
+        linear_cases.linear_inputs,
+        [(151936, 1024), (151936, 4096), (5120, 2048), (5120, 6400)],
+    ),
     ulps_16=1,
     scale=linear_cases.linear_scale,
 )
@@ -57,7 +61,11 @@ SKINNY_NORM_LINEAR = Kernel(
     "skinny_norm_linear",
     PRODUCTS.norm_linear,
     linear_cases.norm_linear_reference,
-    cases(Kind(normed=True), linear_cases.norm_inputs, [(4096, 1024), (6144, 4096), (12352, 2048)]),
+    cases(
+        Kind(normed=True),
+        linear_cases.norm_inputs,
+        [(4096, 1024), (6144, 4096), (12352, 2048), (2560, 5120)],
+    ),
     ulps_16=2,
     scale=linear_cases.norm_scale,
 )
@@ -65,7 +73,11 @@ SKINNY_NORM_GATE_UP = Kernel(
     "skinny_norm_gate_up",
     partial(PRODUCTS.norm_linear, gated=True),
     linear_cases.gate_up_reference,
-    cases(Kind(normed=True, gated=True), linear_cases.norm_inputs, [(6144, 1024), (24576, 4096)]),
+    cases(
+        Kind(normed=True, gated=True),
+        linear_cases.norm_inputs,
+        [(6144, 1024), (24576, 4096), (12800, 5120), (25600, 5120)],
+    ),
     ulps_16=2,
     scale=linear_cases.gate_up_scale,
 )

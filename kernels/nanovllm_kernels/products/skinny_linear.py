@@ -23,6 +23,11 @@ Before, 386 blocks (12,352 features of 2,048 inputs) ran in two waves, which mad
 Qwen3-Next 7 % slower. Prefetching more weights into the L2 cache before x is ready gains nothing in
 any model. It made a token of 30B-A3B 3 to 8 % slower, and of 8B 1 to 14 %.
 
+Decision: a block finishes a multiple of eight features, stored in 16 bytes. A weight that this
+cannot divide evenly is divided by two features. For example, 12,800 features are 128 blocks of 100,
+stored in 4 bytes. Each half of a gated block begins on eight lines of shared memory, as the tensor
+cores require. The lines between the halves are never set, and their sums are ignored.
+
 Decision: x is loaded in TMA boxes of 16 rows. Boxes that end far after x's last row are slow: 8
 rows in a box of 64 took twice the time of 64 rows.
 """
@@ -32,7 +37,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import cutlass
@@ -89,21 +94,29 @@ def shape_of(
     is_small = has_many_rows and num_features * width < LARGE
     if num_rows > MOST_ROWS or is_small or width % (DEEP * splits):
         return None
-    unit = 8 * splits * (1 + kind.gated)
-    best, block_features = EVEN, 0
-    for features in range(
-        unit, min(num_features, MOST_FEATURES + has_many_rows * GROUP_ROWS) + 1, unit
-    ):
-        blocks = num_features // features * splits
-        use = blocks / (-(-blocks // PROCESSORS) * PROCESSORS)
-        if num_features % features == 0 and features >= LEAST_FEATURES and use >= best:
-            best, block_features = use, features
+    most = min(num_features, MOST_FEATURES + has_many_rows * GROUP_ROWS)
+    even = partial(most_even, num_features, splits, most)
+    block_features = even(8 * splits * (1 + kind.gated)) or even(2 * splits * (1 + kind.gated))
     waves = -(-(num_features // block_features * splits) // PROCESSORS) if block_features else 0
     if not block_features or (has_many_rows and waves > 1):
         return None
     is_long = not kind.normed and width // splits >= LONG
     together = 1 if has_many_rows or (is_long and waves == 1) else 3 if waves == 3 else 2
     return Shape(block_features, splits, together, 1 + has_many_rows)
+
+
+def most_even(num_features: int, splits: int, most: int, unit: int) -> int:
+    """Return the features of a block: the multiple of `unit` with the best utilisation.
+
+    Return 0 if no multiple up to `most` divides W with a utilisation of at least EVEN.
+    """
+    best, block_features = EVEN, 0
+    for features in range(unit, most + 1, unit):
+        blocks = num_features // features * splits
+        use = blocks / (-(-blocks // PROCESSORS) * PROCESSORS)
+        if num_features % features == 0 and features >= LEAST_FEATURES and use >= best:
+            best, block_features = use, features
+    return block_features
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,18 +243,22 @@ class Product:
         self.halves = 1 + self.kind.gated
         self.box = self.features // self.halves  # adjacent features in W
         self.share = self.box // self.splits  # of these features, those that a block finishes
-        assert self.share % 8 == 0, shape
+        assert self.share % 2 == 0, shape
+        self.vector = math.gcd(self.share, 8)  # features that a thread finishes at a time
+        self.pitch = (self.box + 7) // 8 * 8  # lines from a half to the next
+        self.columns = self.pitch * self.halves  # of the tensor cores' product
         width = self.share * self.halves
         self.squares = width  # column of the sum of squares, after the sums of a row
-        self.padded = width + (8 if width % 16 == 0 else 16)  # avoids bank conflicts of a warp
+        self.padded = width + 16 - (width + 8) % 16  # 8 past a multiple of 16: few bank conflicts
         self.part = self.rows * self.padded
         self.step_bytes = LINE_BYTES * (self.features + self.kind.normed)  # without x
         parts = 4 * self.splits * self.part
         room = ROOM_BYTES[shape.together] - 1024
         room -= parts if self.splits > 1 else 0
-        self.stages = min(12, room // (LINE_BYTES * self.rows + self.step_bytes))
+        lines = self.rows + self.columns
+        self.stages = min(12, room // (LINE_BYTES * (lines + self.kind.normed)))
         assert self.stages >= 2, shape
-        ring = self.stages * LINE_BYTES * (self.rows + self.features)
+        ring = self.stages * LINE_BYTES * lines
         self.ring_bytes = max(ring, parts)
 
     @cute.jit
@@ -257,9 +274,10 @@ class Product:
     ) -> None:
         line = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         rings, boxes = [], []
-        for matrix, size, box in ((x, self.rows, BOX_ROWS), (weight, self.features, self.box)):
+        for matrix, size, box in ((x, self.rows, BOX_ROWS), (weight, self.columns, self.box)):
             rings.append(cute.tile_to_shape(line, (size, DEEP, self.stages), (0, 1, 2)))
-            one = cute.tile_to_shape(line, (box, DEEP), (0, 1))
+            lines = cute.make_layout((box, DEEP), stride=(DEEP, 1))
+            one = cute.make_composed_layout(line.inner, 0, lines)
             op = cpasync.CopyBulkTensorTileG2SOp()
             info = cpasync.make_tiled_tma_atom(op, matrix, one, (box, DEEP))
             boxes.append((info[0], info[1]))
@@ -271,7 +289,7 @@ class Product:
             OperandMajorMode.K,
             Float32,
             (self.rows // GROUP_ROWS, 1, 1),
-            tiler_mn=(GROUP_ROWS, self.features),
+            tiler_mn=(GROUP_ROWS, self.columns),
             a_source=source.RMEM if self.kind.normed else source.SMEM,
         )
         rows = x.shape[0]
@@ -360,8 +378,8 @@ class Product:
         size: Size,
     ) -> None:
         """Fill the ring with this block's slice. Weights come first, since x may not be ready."""
-        x_copy = self.copy_of(x_box, shared.x, BOX_ROWS)
-        weight_copy = self.copy_of(weight_box, shared.weight, self.box)
+        x_copy = self.copy_of(x_box, shared.x, BOX_ROWS, BOX_ROWS)
+        weight_copy = self.copy_of(weight_box, shared.weight, self.box, self.pitch)
         first = arch.block_idx()[0] * size.steps
         early = cutlass.min(size.steps, self.stages)
         for i in cutlass.range(0, early, unroll=1):
@@ -377,13 +395,25 @@ class Product:
             stage, phase = next_stage(stage, phase, self.stages)
         arch.griddepcontrol_launch_dependents()
 
-    def copy_of(self, box: tuple, ring: cute.Tensor, rows: int) -> tuple:
-        """Return a copy's atom, source [nth box, step], and target [nth box, 0, stage]."""
+    def copy_of(self, box: tuple, ring: cute.Tensor, rows: int, pitch: int) -> tuple:
+        """Return a copy's atom, source [nth box, step], and target [nth box, stage].
+
+        Boxes of `rows` lines begin every `pitch` lines of a stage.
+        """
         atom, matrix = box
         cpasync.prefetch_descriptor(atom)
-        one = rows, 8 * LINE_BYTES // ring.element_type.width
-        tiles = [cute.group_modes(cute.flat_divide(t, one), 0, 2) for t in (ring, matrix)]
-        to, source = cpasync.tma_partition(atom, 0, cute.make_layout(1), *tiles)
+        lines = cute.size(ring, mode=[0])
+        places = cute.make_layout(
+            ((rows, DEEP), lines // pitch, self.stages),
+            stride=((DEEP, 1), pitch * DEEP, lines * DEEP),
+        )
+        to, source = cpasync.tma_partition(
+            atom,
+            0,
+            cute.make_layout(1),
+            cute.make_tensor(ring.iterator, places),
+            cute.group_modes(cute.flat_divide(matrix, (rows, DEEP)), 0, 2),
+        )
         return atom, source, to
 
     @cute.jit
@@ -405,7 +435,7 @@ class Product:
             cute.copy(
                 atom,
                 source[None, arch.block_idx()[1] + half * arch.grid_dim()[1], step],
-                to[None, half, 0, stage],
+                to[None, half, stage],
                 tma_bar_ptr=full,
                 cache_policy=Int64(READ_ONCE),
             )
@@ -423,7 +453,7 @@ class Product:
                 cute.copy(
                     atom,
                     source[None, nth, step],
-                    to[None, nth, 0, stage],
+                    to[None, nth, stage],
                     tma_bar_ptr=shared.full + stage,
                 )
 
@@ -433,7 +463,7 @@ class Product:
         thread = arch.thread_idx()[0]
         slice_ = mma.get_slice(thread)
         weight = slice_.make_fragment_B(slice_.partition_B(shared.weight))
-        sums = cute.make_rmem_tensor(slice_.partition_shape_C((self.rows, self.features)), Float32)
+        sums = cute.make_rmem_tensor(slice_.partition_shape_C((self.rows, self.columns)), Float32)
         sums.fill(0.0)
         squares = cute.make_rmem_tensor(2, Float32)
         squares.fill(0.0)
@@ -489,12 +519,13 @@ class Product:
         thread, lane = arch.thread_idx()[0], arch.lane_idx()
         row = thread // 32 * 16 + lane // 4
         if thread // 32 * 16 < size.active:
-            for n in cutlass.range_constexpr(self.features // 2):
-                line = n // 4 * 8
-                half, within = line // self.box, line % self.box
-                peer, place = within // self.share, half * self.share + within % self.share
-                column = place + 2 * (lane % 4) + n % 2
-                shared.own[column, row + n // 2 % 2 * 8, peer] = sums[n]
+            pair = 2 * (lane % 4)
+            for n in cutlass.range_constexpr(self.columns // 2):
+                half, line = n // 4 * 8 // self.pitch, n // 4 * 8 % self.pitch
+                if line + pair < self.box:
+                    peer, place = self.place_of(line, pair)
+                    column = half * self.share + place + n % 2
+                    shared.own[column, row + n // 2 % 2 * 8, peer] = sums[n]
             if cutlass.const_expr(self.kind.normed):
                 for n in cutlass.range_constexpr(2):
                     square = squares[n]
@@ -503,6 +534,12 @@ class Product:
                         for peer in cutlass.range_constexpr(self.splits):
                             shared.own[self.squares, row + 8 * n, peer] = square
         self.exchange(shared, size)
+
+    def place_of(self, line: int, pair: Int32) -> tuple:
+        """Return the block that finishes feature `line` + `pair`, and its place in the share."""
+        if self.share % 8 == 0:  # eight features have one block
+            return line // self.share, line % self.share + pair
+        return (line + pair) // self.share, (line + pair) % self.share
 
     @cute.jit
     def exchange(self, shared: Shared, size: Size) -> None:
@@ -546,19 +583,20 @@ class Product:
         shared: Shared,
         size: Size,
     ) -> None:
-        """Sum the slices of this block's share of features, eight of a row at a time; store y."""
+        """Sum the slices of this block's share of features, and store y."""
         if cutlass.const_expr(self.kind.added):
             arch.griddepcontrol_wait()  # the preceding launch may write `residual`; no delay here
-        eights = self.share // 8
-        first = (arch.block_idx()[1] * self.splits + arch.block_idx()[0]) * eights
+        count, per_row = self.vector, self.share // self.vector
+        first = (arch.block_idx()[1] * self.splits + arch.block_idx()[0]) * per_row
         width = Float32(size.steps * (self.splits * DEEP))
-        for at in cutlass.range(arch.thread_idx()[0], size.rows * eights, self.threads, unroll=1):
-            row, eight = at // eights, at % eights
+        for at in cutlass.range(arch.thread_idx()[0], size.rows * per_row, self.threads, unroll=1):
+            row, nth_some = at // per_row, at % per_row
             totals = []
             for half in cutlass.range_constexpr(self.halves):
-                total = cute.full(8, 0.0, Float32)
+                total = cute.full(count, 0.0, Float32)
                 for nth in cutlass.range_constexpr(self.splits):
-                    total += eight_of(shared.parts[None, row, nth], half * eights + eight).load()
+                    part = shared.parts[None, row, nth]
+                    total += some_of(part, count, half * per_row + nth_some).load()
                 totals.append(total)
             if cutlass.const_expr(self.kind.normed):
                 square = Float32(0)
@@ -570,9 +608,10 @@ class Product:
             if cutlass.const_expr(self.kind.gated):
                 result = result / (1.0 + cute.math.exp2(result * -LOG2_E)) * totals[1]
             if cutlass.const_expr(self.kind.added):
-                result += eight_of(residual[row, None], first + eight).load().to(Float32)
-            eight_of(y[row, None], first + eight).store(result.to(BFloat16))
+                added = some_of(residual[row, None], count, first + nth_some).load()
+                result += added.to(Float32)
+            some_of(y[row, None], count, first + nth_some).store(result.to(BFloat16))
 
 
-def eight_of(line: cute.Tensor, nth: Int32) -> cute.Tensor:
-    return cute.local_tile(line, (8,), (nth,))
+def some_of(line: cute.Tensor, count: int, nth: Int32) -> cute.Tensor:
+    return cute.local_tile(line, (count,), (nth,))
