@@ -11,7 +11,7 @@ CHECKED = {  # folder: module: names of its case.Kernel objects, which are upper
     },
     "attention": {
         "paged_decode": "paged_decode",
-        "paged_prefill": "paged_prefill",
+        "paged_prefill": "paged_prefill short_prefill",
         "latent_decode": "latent_decode",
         "latent_store": "latent_store",
         "cute_cases": "paged_decode_cute latent_decode_cute",

@@ -1,6 +1,8 @@
 """Attention of prompt chunks by flash-attn-4, and of decode rows by our own kernel.
 
 Decision: the package has no fp8 caches on Hopper, so chunks over such a cache use paged_prefill.
+Nor does it divide a chunk's keys over multiprocessors on Hopper. So short chunks over long contexts
+use paged_prefill, too.
 """
 
 from __future__ import annotations
@@ -9,14 +11,13 @@ from importlib.util import find_spec
 
 import torch
 from nanovllm_kernels.attention.paged_decode import DECODE as TRITON_DECODE, DecodeKernel
-from nanovllm_kernels.attention.paged_prefill import paged_prefill
 from nanovllm_kernels.device import is_hopper
 from nanovllm_kernels.fp8_reference import FP8
 
 from nanovllm.attention.base import Attend, Batch
 from nanovllm.attention.grouped import PagedKV
 from nanovllm.attention.latent_rows import bind_latents
-from nanovllm.attention.paged import RowsAttend, bind_rows, obstacle_of_shapes
+from nanovllm.attention.paged import ChunksAttend, RowsAttend, bind_rows, obstacle_of_shapes
 from nanovllm.kv.layout import CacheKind, CacheLayout
 
 MAX_HEAD_SIZE = 256
@@ -60,8 +61,7 @@ class FlashPaged:
             flash_prefill,  # imports CuTe DSL (seconds)
         )
 
-        page_table_RM, starts_R1, lengths_R = batch.page_table_RM, batch.starts_R1, batch.lengths_R
         if self.like.k_PSGA.dtype == FP8:
-            rows = (page_table_RM, starts_R1, lengths_R, batch.max_new)
-            return RowsAttend(paged_prefill, rows)
-        return RowsAttend(flash_prefill, (page_table_RM, starts_R1, lengths_R))
+            return ChunksAttend(batch)
+        rows = batch.page_table_RM, batch.starts_R1, batch.lengths_R
+        return ChunksAttend(batch, whole=RowsAttend(flash_prefill, rows))

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from nanovllm_kernels.attention.paged_decode import DECODE as TRITON_DECODE, DecodeKernel
+from nanovllm_kernels.attention.paged_prefill import division_of, paged_prefill
 from torch import Tensor
 
 from nanovllm.attention.base import Attend, Batch
@@ -18,6 +20,8 @@ from nanovllm.attention.grouped import PagedKV
 from nanovllm.kv.layout import CacheLayout
 
 CUTE_ROWS = range(9, 129)  # numbers of rows for which the CuTe DSL kernel is faster
+SLOWER = 1.7  # time of a tile by paged_prefill relative to flash-attn-4's: 353 and 600 TFLOP/s
+WARM_TOKENS = 16
 
 
 def obstacle_of_shapes(layout: CacheLayout) -> str | None:
@@ -81,3 +85,37 @@ class DecodeAndChunks:
         at = self.num_decode_tokens
         self.decode(cache, q_THA[:at], o_THA[:at])
         return o_THA
+
+
+class ChunksAttend:
+    """Prompt chunks by our own kernel, which divides the keys of short chunks over the GPU.
+
+    `whole` is a kernel that does not divide keys. It takes the chunks for which it is faster.
+    """
+
+    def __init__(self, batch: Batch, whole: Attend | None = None) -> None:
+        self.batch, self.whole = batch, whole
+        ends = [chunk.start + chunk.num_tokens for chunk in batch.planned]
+        self.longest = max(ends, default=0)  # 0: a padding step
+
+    def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
+        batch, whole, parts = self.batch, self.whole, 1
+        if self.longest == 0:
+            self.warm_up(cache, q_THA)
+        else:
+            sizes = len(batch.planned), batch.max_new, self.longest
+            division = division_of(q_THA.shape[1], cache.k_PSGA, *sizes)
+            parts = division.parts
+            if division.time * SLOWER < division.undivided:
+                whole = None
+        if whole is not None:
+            return whole(cache, q_THA, out_THA)
+        rows = batch.page_table_RM, batch.starts_R1, batch.lengths_R, batch.max_new
+        return RowsAttend(partial(paged_prefill, parts=parts), rows)(cache, q_THA, out_THA)
+
+    def warm_up(self, cache: PagedKV, q_THA: Tensor) -> None:
+        """Compile the kernels that divide keys, and take the memory that they need at most."""
+        batch, starts_R1 = self.batch, self.batch.starts_R1
+        starts_R1 = torch.minimum(starts_R1[:2], starts_R1[:1] + WARM_TOKENS)
+        rows = batch.page_table_RM[:1], starts_R1, batch.lengths_R[:1], WARM_TOKENS
+        RowsAttend(partial(paged_prefill, parts=2), rows)(cache, q_THA)

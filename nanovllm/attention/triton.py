@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 from nanovllm_kernels.attention.paged_decode import DECODE as TRITON_DECODE, DecodeKernel
-from nanovllm_kernels.attention.paged_prefill import paged_prefill
 from nanovllm_kernels.triton_parts import INTERPRETED
 
 from nanovllm.attention.base import Attend, Batch
 from nanovllm.attention.grouped import PagedKV
 from nanovllm.attention.latent_rows import bind_latents
-from nanovllm.attention.paged import RowsAttend, bind_rows, obstacle_of_shapes
+from nanovllm.attention.paged import ChunksAttend, bind_rows, obstacle_of_shapes
 from nanovllm.kv.layout import CacheKind, CacheLayout
 
 MAX_HEAD_SIZE = 256
@@ -43,9 +42,4 @@ class TritonPaged:
     def bind(self, batch: Batch) -> Attend:
         if self.kind == "latent":
             return bind_latents(batch, self.like.k_PSGA.shape[1], self.decode, expands=False)
-        return bind_rows(self.like, batch, bind_chunks, self.decode)
-
-
-def bind_chunks(batch: Batch) -> Attend:
-    rows = batch.page_table_RM, batch.starts_R1, batch.lengths_R, batch.max_new
-    return RowsAttend(paged_prefill, rows)
+        return bind_rows(self.like, batch, ChunksAttend, self.decode)
