@@ -10,7 +10,7 @@ from nanovllm_kernels.attention import reference as reference
 from nanovllm_kernels.attention.paged_decode import DecodeKernel
 from torch import Tensor
 
-from nanovllm.attention import paged, triton
+from nanovllm.attention import paged
 from nanovllm.attention.triton import TritonPaged
 from tests.attention.paged_batches import error_share, make_batch
 
@@ -59,6 +59,8 @@ def by_definition(
     lengths_R: Tensor,
     max_new: int,
     out_THA: Tensor | None = None,
+    *,
+    parts: int = 1,
 ) -> Tensor:
     """Reference of prompt chunks, which may start after the step's first token."""
     o_THA = torch.full_like(q_THA, torch.nan) if out_THA is None else out_THA
@@ -72,7 +74,7 @@ def by_definition(
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     found = Kernels()
     monkeypatch.setattr(paged, "TRITON_DECODE", found.triton)
-    monkeypatch.setattr(triton, "paged_prefill", by_definition)
+    monkeypatch.setattr(paged, "paged_prefill", by_definition)
     return found
 
 
