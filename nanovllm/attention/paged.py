@@ -96,7 +96,7 @@ class ChunksAttend:
     def __init__(self, batch: Batch, whole: Attend | None = None) -> None:
         self.batch, self.whole = batch, whole
         ends = [chunk.start + chunk.num_tokens for chunk in batch.planned]
-        self.longest = max(ends, default=0)  # 0: a padding step
+        self.longest = max(ends, default=0)  # 0: a padding step, or rows of a draft model
 
     def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
         batch, whole, parts = self.batch, self.whole, 1
@@ -117,5 +117,6 @@ class ChunksAttend:
         """Compile the kernels that divide keys, and take the memory that they need at most."""
         batch, starts_R1 = self.batch, self.batch.starts_R1
         starts_R1 = torch.minimum(starts_R1[:2], starts_R1[:1] + WARM_TOKENS)
-        rows = batch.page_table_RM[:1], starts_R1, batch.lengths_R[:1], WARM_TOKENS
+        lengths_R = batch.lengths_R[:1].clamp(max=WARM_TOKENS)
+        rows = batch.page_table_RM[:1], starts_R1, lengths_R, WARM_TOKENS
         RowsAttend(partial(paged_prefill, parts=2), rows)(cache, q_THA)

@@ -176,6 +176,10 @@ AHEAD = {  # cases of kernels that pipeline loads: copies in flight during a wai
         "rows=6 new=130 longest=200 HGA=(2, 2, 64) page=128 bfloat16": 2,
         "fp8 rows=6 new=130 longest=200 HGA=(2, 2, 64) page=128 bfloat16": 2,
     },
+    "short_prefill": {
+        "HGA=(4, 2, 128) page=128 bfloat16 parts=2": 2,
+        "fp8 HGA=(4, 2, 128) page=128 bfloat16 parts=2": 2,
+    },
     "latent_decode": {
         "normal rows=16 longest=5000 HGA=(16, 1, 576) page=64 bfloat16 W=4": 2,
         # Rows have 644 bytes, so keys in them are not aligned, and are not pipelined.

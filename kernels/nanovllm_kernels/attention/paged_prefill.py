@@ -335,7 +335,7 @@ def short_inputs(
 def short_cases() -> tuple[Case, ...]:
     lengths, new = (1, 70, 7, 300, 33), (1, 70, 1, 40, 5)
     checked = [
-        ((4, 2, 128), 16, torch.bfloat16, 2),
+        ((4, 2, 128), 128, torch.bfloat16, 2),
         ((4, 1, 64), 64, torch.bfloat16, 9),  # more parts than blocks of keys
         ((6, 2, 64), 16, torch.float32, 3),
         ((3, 1, 80), 64, torch.bfloat16, 3),
