@@ -145,7 +145,8 @@ def invariant_gpu_ops(kernels: Kernels) -> Ops:
     """Return the invariant operations of a GPU. Raise ConfigError if the recipe names others.
 
     A sum over the inputs of a weight has one order for any number of rows. So no product splits its
-    inputs, and none includes a norm, a gate or an addition, which would round otherwise than apart.
+    inputs. A product of 16 bits includes no norm, gate or addition, which would round otherwise
+    than apart. One of 8 bits has one kernel, so it gates and adds for any number of rows.
     """
     for name in OPERATIONS:
         needed, choice = fastest(name, GPU, invariant=True), getattr(kernels, name)

@@ -149,7 +149,7 @@ class Skinny:
 class Fp8:
     """More rows of an fp8 weight. The norm before it quantises its rows.
 
-    With a gate it returns Quantised rows.
+    With a gate it returns Quantised rows. Few rows have a gate only if no kernel is for few rows.
     """
 
     kernels: Fp8Linear
@@ -162,7 +162,8 @@ class Fp8:
     def fits(self, num_rows: int, weight: Weight, fusion: Fusion) -> bool:
         if fusion.norm or not multiplies(self.kernels, weight):
             return False
-        return not fusion.gate or (fusion.quantised and num_rows > FEW_ROWS)
+        is_gated = self.kernels.skinny is None or num_rows > FEW_ROWS
+        return not fusion.gate or (fusion.quantised and is_gated)
 
     def run(
         self,

@@ -16,6 +16,7 @@ from nanovllm.config import ConfigError
 from nanovllm.layers.experts.products import ExpertMLPs
 from nanovllm.layers.gated_delta import GatedDeltaNet
 from nanovllm.layers.linear import Linear
+from nanovllm.layers.products import Fusion
 
 FEW = range(1, 131)  # all numbers of rows around the borders between kernels for few rows
 COUNTS = *FEW, 200, 256, 257, 512, 1000, 2048, 4096, 8192
@@ -26,7 +27,8 @@ CHUNKS = 1, 2, 5, 69, 70, 150  # ends of the chunks of a text in recurrent layer
 def check_products(model: nn.Module, dtype: torch.dtype, counts: tuple[int, ...] = COUNTS) -> None:
     """Raise ConfigError if a row of a product has other bits with another number of rows.
 
-    Each type and shape of weight is tried once, with random rows of `dtype`.
+    Each type and shape of weight is tried once, with random rows of `dtype`. The operations that a
+    product includes must not depend on the number of rows either.
     """
     seen: set[tuple[object, ...]] = set()
     for name, module in model.named_modules():
@@ -40,6 +42,8 @@ def check_products(model: nn.Module, dtype: torch.dtype, counts: tuple[int, ...]
         features = weight.shape[-2] * (module.num_chosen if isinstance(module, ExpertMLPs) else 1)
         tried = tuple(count for count in counts if count * features <= MOST_ELEMENTS)
         count = first_that_differs(product_of(module, dtype, tried[-1]), tried)
+        if count is None:
+            count = next((n for n in tried if fused(module, n) != fused(module, tried[-1])), None)
         if count is not None:
             raise ConfigError(
                 f"kernels.invariant is true, but the product with {name} {list(weight.shape)} has "
@@ -100,6 +104,12 @@ def first_that_differs(product: Callable[[int], Tensor], counts: tuple[int, ...]
     """Return the first number of rows whose product is not the start of the longest one."""
     expected_TN = product(counts[-1])
     return next((n for n in counts[:-1] if not product(n).equal(expected_TN[:n])), None)
+
+
+def fused(module: Linear | ExpertMLPs, num_rows: int) -> list[Fusion]:
+    """Return the operations that the module's products of so many rows include."""
+    tables = module.by_rows, getattr(module, "by_rows_pending", None)
+    return [table[num_rows].fused for table in tables if table is not None]
 
 
 def product_of(

@@ -93,7 +93,7 @@ def experts_of(model: nn.Module) -> list[Job]:
 def products_of(model: nn.Module, *, ordered: bool = False) -> list[Job]:
     """Return the kernels of the model's products for few rows, and fp8 ones for many.
 
-    `ordered`: without fused operations, as for kernels.invariant.
+    `ordered`: 16-bit products without fused operations, as for kernels.invariant.
     """
     from nanovllm_kernels.products import dense_fp8, skinny_linear
     from nanovllm_kernels.products.skinny_linear import Kind
@@ -109,8 +109,10 @@ def products_of(model: nn.Module, *, ordered: bool = False) -> list[Job]:
                 kind = Kind()
             case _:
                 continue
-        kernels = dense_fp8 if isinstance(module.operand, Scaled) else skinny_linear
-        jobs |= kernels.compiled_for(module.operand, kind, ordered=ordered)
+        if isinstance(module.operand, Scaled):
+            jobs |= dense_fp8.compiled_for(module.operand, kind)
+        else:
+            jobs |= skinny_linear.compiled_for(module.operand, kind, ordered=ordered)
     return [compiles.job(*of) for of, compiles in sorted(jobs, key=itemgetter(0))]
 
 

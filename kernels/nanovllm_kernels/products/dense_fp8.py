@@ -50,13 +50,9 @@ TILED_FP8 = FP8_LINEAR._replace(  # also for few rows
 
 
 def compiled_for(
-    weight: Scaled, kind: Kind, *, ordered: bool = False
+    weight: Scaled, kind: Kind
 ) -> set[tuple[tuple[int, ...], CachedCompile[*tuple[int, ...]]]]:
-    """Return the compile jobs of the tiles that a weight needs at the row counts of TILED.
-
-    `ordered`: without the fused operations of `kind`.
-    """
-    kind = Kind() if ordered else kind
+    """Return the compile jobs of the tiles that a weight needs at the row counts of TILED."""
     if obstacle(*weight.shape, weight.block_rows) is not None:
         return set()
     of = weight.block_rows, *block_fp8_cute.Kind(added=kind.added, gated=kind.gated)
