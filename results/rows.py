@@ -46,7 +46,7 @@ ALL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 STREAMS = "--concurrency 64 --num-prompts 512 --input-len 200 --processes 4"
 HTTP = "--streams 1,64,256 --servers 4 --input-len 1000 --output-len 256"
 AGENTS = "--concurrency 16 --sessions 16 --turns 8 --shared-len 4000 --growth 1000-3000"
-AGENTS += " --answers 50-300 --longest 24000 --pauses 2-15 --warmup 0 --processes 4"
+AGENTS += " --answers 50-300 --longest 24000 --pauses 0.5-2 --warmup 0 --processes 4"
 
 
 class Row(NamedTuple):
