@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -247,8 +247,9 @@ def experts(
 ) -> Iterator[Check]:
     """Yield the checks of routed experts, by the kernels for few and for many pairs per expert."""
     from nanovllm_kernels.experts.combine import combine
-    from nanovllm_kernels.experts.products import ORDERED_EXPERTS
+    from nanovllm_kernels.experts.products import ORDERED_EXPERTS, UNSORTED
     from nanovllm_kernels.experts.reference import ExpertProducts
+    from nanovllm_kernels.experts.route_reference import Chosen
     from nanovllm_kernels.experts.rows import sort_rows
     from nanovllm_kernels.fp8_reference import BLOCK, FP8
 
@@ -275,7 +276,9 @@ def experts(
         fitting = (products for products in many if products.fits(num_pairs, gate_up))
         products = next(fitting, ORDERED_EXPERTS)
         tile = products.tile(num_pairs, num_experts)
-        rows = sort_rows(experts_TK[part], 0, num_experts, tile)
+        rows: Any = Chosen(experts_TK[part])
+        if num_pairs > UNSORTED:
+            rows = sort_rows(experts_TK[part], 0, num_experts, tile)
         y_XF = products.gate_up(x_TD[part], gate_up, of_gate_up, rows, num_chosen)
         y_XD = products.down(y_XF, down, of_down, rows, num_chosen)
         return combine(y_XD, weights_TK[part], rows.row_of_TK)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from nanovllm_kernels import rows_apart
-from nanovllm_kernels.experts.products import GROUP
+from nanovllm_kernels.experts.products import ALONE, FEW, FEW_EXPERTS, ORDERED_EXPERTS
+from nanovllm_kernels.experts.route_reference import Chosen
 from nanovllm_kernels.products.invariant import NO_WORKSPACE, without_workspace
 from nanovllm_kernels.products.skinny_linear import ORDERED_LINEAR, SKINNY_LINEAR, Kind, shape_of
 from nanovllm_kernels.rows_apart import Check, parts_of
@@ -26,8 +27,8 @@ types = dict(x_XD="*bf16", weight_END="*fp8e4nv", scale_EXX="*fp32", tile_expert
              pair_of_X="*i32", starts_E1="*i32", tile_start_X="*i32", out_XN="*bf16")
 absent = dict.fromkeys(("weights_TK", "shared_TD", "residual_TD"))
 tables, found = dict.fromkeys(("pair_of_X", "starts_E1", "tile_start_X")), set()
-for tile in (ALONE, FEW, MANY):
-    shape = shape_of(tile, 1, {least_warps})
+for tile in (FEW, MANY) if {ordered} else (ALONE, FEW, MANY):
+    shape = shape_of(tile, 1, ordered={ordered})
     ptx = compiled(product_kernel, types, shape.warps, types, N=768, D=2048, GATED=True, TOGETHER=1,
                    FEATURES=shape.weights // 2, TILE=tile, DEPTH=shape.depth, STAGES=shape.stages,
                    WAITS=False, **absent, **(tables if tile == ALONE else {{}}))
@@ -81,15 +82,32 @@ def test_a_kernel_that_looks_at_other_rows_is_found() -> None:
 @in_parent
 def test_experts_in_fp8_multiply_by_one_kind_of_instruction() -> None:
     """Products by mma.sync and by wgmma add in other orders: 33 rows differed from 8,192."""
-    ordered, usual = instructions(GROUP), instructions(1)
-    assert ordered == {"wgmma"}
-    assert usual == {"wgmma", "mma.sync"}
+    assert instructions(ordered=True) == {"wgmma"}
+    assert instructions(ordered=False) == {"wgmma", "mma.sync"}
 
 
-def instructions(least_warps: int) -> set[str]:
+def instructions(*, ordered: bool) -> set[str]:
     """Return the instructions of products with fp8 weights, over all numbers of tokens."""
-    code = TILES.format(least_warps=least_warps)
+    code = TILES.format(ordered=ordered)
     return set(printed(COMPILE + code)[-1].split())
+
+
+@in_parent
+def test_unsorted_pairs_have_a_tile_of_the_sorted_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 8 tokens rounded one of 17,000 results otherwise than those of 16 and 128."""
+    tiles = []
+
+    class Launch:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *tensors, TILE, **_: tiles.append(TILE)
+
+    monkeypatch.setattr("nanovllm_kernels.experts.products.product_kernel", Launch())
+    x_TD, weight = torch.ones(3, 256).bfloat16(), torch.ones(17, 512, 256).to(torch.float8_e4m3fn)
+    rows, scale = Chosen(torch.zeros(3, 5, dtype=torch.int32)), torch.ones(17, 4, 2)
+    for products in (ORDERED_EXPERTS, FEW_EXPERTS):
+        products.gate_up(x_TD, weight, scale, rows, 5)
+        products.down(torch.ones(15, 256).bfloat16(), weight, scale, rows, 5)
+    assert tiles == [FEW, FEW, ALONE, ALONE]
 
 
 @in_parent

@@ -40,6 +40,7 @@ from nanovllm_kernels.experts.route_reference import Chosen, ExpertRows
 from nanovllm_kernels.triton_parts import dot, launch_dependents, wait
 
 ALONE, FEW, MANY = 8, 16, 128  # tokens of a tile; ALONE: one pair, with 8-bit weights
+UNSORTED = 32  # maximum pairs that are not sorted
 FEW_PER_EXPERT = 16  # average pairs per expert from which on tiles are large
 SCALED = tl.constexpr(128)  # elements that share a scale, in both dimensions
 LIFT = tl.constexpr(64.0)  # divisor of tokens before they become float16
@@ -78,9 +79,10 @@ def expert_gate_up(
     scale_EXX: Tensor | None,
     rows: ExpertRows | Chosen,
     num_chosen: int,
-    least_warps: int = 1,
+    *,
+    ordered: bool = False,
 ) -> Tensor:
-    """Return y_XF, as reference.expert_gate_up describes. Uses at least `least_warps` warps."""
+    """Return y_XF, as reference.expert_gate_up describes. `ordered`: see ORDERED_EXPERTS."""
     y_XF = x_TD.new_empty(len(x_TD) * num_chosen, gate_up_E2FD.shape[1] // 2)
     _product(
         x_TD,
@@ -90,7 +92,7 @@ def expert_gate_up(
         num_chosen,
         y_XF,
         gated=True,
-        least_warps=least_warps,
+        ordered=ordered,
     )
     return y_XF
 
@@ -101,11 +103,12 @@ def expert_down(
     scale_EXX: Tensor | None,
     rows: ExpertRows | Chosen,
     num_chosen: int,
-    least_warps: int = 1,
+    *,
+    ordered: bool = False,
 ) -> Tensor:
-    """Return y_XD, as reference.expert_down describes. Uses at least `least_warps` warps."""
+    """Return y_XD, as reference.expert_down describes. `ordered`: see ORDERED_EXPERTS."""
     y_XD = y_XF.new_empty(len(y_XF), down_EDF.shape[1])
-    _product(y_XF, down_EDF, scale_EXX, rows, num_chosen, y_XD, least_warps=least_warps)
+    _product(y_XF, down_EDF, scale_EXX, rows, num_chosen, y_XD, ordered=ordered)
     return y_XD
 
 
@@ -138,13 +141,14 @@ def _product(
     shared_TD: Tensor | None = None,
     residual_TD: Tensor | None = None,
     gated: bool = False,
-    least_warps: int = 1,
+    ordered: bool = False,
 ) -> None:
     num_features, depth = out_XN.shape[1], x_XD.shape[1]
     assert weight_END.is_contiguous() and x_XD.stride(1) == 1
     assert scale_EXX is None or scale_EXX.is_contiguous()
-    tile = ALONE if isinstance(rows, Chosen) and scale_EXX is not None else rows.tile
-    shape = shape_of(tile, weight_END.itemsize, least_warps)
+    is_alone = isinstance(rows, Chosen) and scale_EXX is not None and not ordered
+    tile = ALONE if is_alone else rows.tile
+    shape = shape_of(tile, weight_END.itemsize, ordered=ordered)
     together = 1 if weights_TK is None else num_chosen  # experts
     parts = 2 if gated else triton.next_power_of_2(together)
     features = max(1, shape.weights // parts)
@@ -165,10 +169,10 @@ def _product(
     )  # fmt: skip
 
 
-def shape_of(tile: int, itemsize: int, least_warps: int = 1) -> Shape:
+def shape_of(tile: int, itemsize: int, *, ordered: bool = False) -> Shape:
     """Return the program's shape for a tile of tokens and weights of `itemsize` bytes."""
     shape = SHAPES.get((tile, itemsize), OTHER)
-    return shape._replace(warps=max(shape.warps, least_warps))
+    return shape._replace(warps=max(shape.warps, GROUP if ordered else 1))
 
 
 def at_once(shape: Shape, step_bytes: int, num_programs: int, num_processors: int) -> Shape:
@@ -265,9 +269,10 @@ FEW_EXPERTS = ExpertProducts(
     expert_gate_up, expert_down, tile_of, lambda num_pairs, weight: True, "triton"
 )
 # For kernels.invariant. Tensor cores add products of a whole warp group in another order than those
-# of a single warp, so all tiles have a group.
+# of a single warp, so all tiles have a group. With 8 tokens, one of 17,000 results is rounded
+# otherwise than with 16 or 128, so no tile has 8.
 ORDERED_EXPERTS = replace(
     FEW_EXPERTS,
-    gate_up=partial(expert_gate_up, least_warps=GROUP),
-    down=partial(expert_down, least_warps=GROUP),
+    gate_up=partial(expert_gate_up, ordered=True),
+    down=partial(expert_down, ordered=True),
 )
