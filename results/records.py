@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--machine", default="", help="of a text, as in h200-x1")
     parser.add_argument("--kind", default="", choices=("", *get_args(Kind)), help="of a text")
     parser.add_argument("--results-dir", type=Path, default=RESULTS)
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     records = Records(options.results_dir)
     if options.action == "list":
         click.echo("\n".join(listed(records.lines, options.names)))

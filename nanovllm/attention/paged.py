@@ -103,8 +103,10 @@ class ChunksAttend:
         if self.longest == 0:
             self.warm_up(cache, q_THA)
         else:
-            sizes = len(batch.planned), batch.max_new, self.longest
-            division = division_of(q_THA.shape[1], cache.k_PSGA, *sizes)
+            num_rows = len(batch.planned)
+            division = division_of(
+                q_THA.shape[1], cache.k_PSGA, num_rows, batch.max_new, self.longest
+            )
             parts = division.parts
             if division.time * SLOWER < division.undivided:
                 whole = None

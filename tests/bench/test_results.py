@@ -184,7 +184,7 @@ def test_the_command_lists_shows_adds_and_links(
     profile.write_text("more\n")
     added = [str(tmp_path / "a.json"), str(place.path), str(profile)]
     given = ["--machine", "cpu-x2", "--kind", "kernels", *folder]
-    records.main(["add", *added, *given])
+    records.main(["add", *given, *added])  # flags before the names, as the page has them
     rows = [row.split()[1:] for row in capsys.readouterr().out.splitlines()]
     assert rows == [
         ["h200-x1", "2026-11-21_4f2c9ab_qwen3-0.6b_w1"],

@@ -7,7 +7,10 @@ then with P's answer to D. The same prompts are then sent to D alone, which has 
 run is decoding without arrivals. Last, `parallel.dp: 2` gets the same loads.
 
 A record of each run is written. The table has the gaps between tokens, the first token, and the
-requests per second, then the gap at p99 of D beside that of decoding alone.
+requests per second, then the gap at p99 of D beside that of decoding alone. --plot draws it. With
+--records nothing is measured, and the table and the plot are those of records:
+
+    python -m tests.load.pair recipes/qwen3-8b.yaml --records ID,ID,... --plot FILE.svg
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from nanovllm.bench import online, record, store
+from nanovllm.bench import online, record, store, sweep
 from nanovllm.bench.measure import Advance
 from nanovllm.bench.record import Record
 from nanovllm.bench.report import by_label, samples_of
@@ -46,6 +49,11 @@ COLUMNS = {
     "gap max": "icl_max_ms",
     "E2E p50": "e2e_p50_ms",
 }
+PLOTTED = {
+    "ttft_p50_ms": "first token (p50)",
+    "icl_p99_ms": "gap between tokens (p99)",
+    "e2e_p50_ms": "whole answer (p50)",
+}
 Runs = dict[tuple[str, float], Record]  # by kind of server and rate
 
 
@@ -64,6 +72,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=4, help="of the client")
     parser.add_argument("--results-dir", type=Path, help="write records there")
     parser.add_argument("--commit", help="of the records, where there is no .git")
+    parser.add_argument("--records", help="ids of earlier runs, in place of measuring")
+    parser.add_argument("--plot", type=Path, help="SVG file to write")
     return parser.parse_args(arguments)
 
 
@@ -242,14 +252,49 @@ def table(runs: Runs) -> str:
     return "\n".join(rows)
 
 
+def recorded(ids: str, results_dir: Path) -> Runs:
+    """Return the runs of records. A record's load has the kind and the rate in its name."""
+    runs: Runs = {}
+    for name in ids.split(","):
+        one = store.find(name, results_dir)
+        kind, _, rate = one.workload["name"].rpartition("-rate")
+        runs[kind.replace("-", " "), float(rate)] = one
+    return runs
+
+
+def draw(runs: Runs, path: Path) -> None:
+    """Draw the first token, the gaps at p99 and whole answers over the rate, by kind of server."""
+    figure = sweep.new_figure(11, 3.5)
+    for axes, (name, label) in zip(figure.subplots(1, 3), PLOTTED.items(), strict=True):
+        for kind in dict.fromkeys(kind for kind, _ in runs):
+            points = {
+                rate: made.metrics[name] for (each, rate), made in runs.items() if each == kind
+            }
+            axes.plot([*points], [*points.values()], "o-", label=kind)
+        axes.set(xlabel="requests per second", ylabel=f"{label}, ms", ylim=(0, None))
+        axes.legend()
+    sweep.save(figure, path)
+
+
 def main(arguments: Sequence[str] | None = None) -> Runs:
-    servers = Servers(parsed(arguments))
-    kinds = servers.options.kinds.split(",")
+    options = parsed(arguments)
+    if options.records:
+        runs = recorded(options.records, options.results_dir or Path("results"))
+    else:
+        runs = measured(options)
+    say(table(runs))
+    if options.plot is not None:
+        draw(runs, options.plot)
+        say(f"plot: {options.plot}")
+    return runs
+
+
+def measured(options: argparse.Namespace) -> Runs:
+    servers, kinds = Servers(options), options.kinds.split(",")
     if "pair" in kinds:
         servers.measure_pair()
     if "plain" in kinds:
         servers.measure_plain()
-    say(table(servers.runs))
     return servers.runs
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from nanovllm.bench import store
 from tests.bench.test_online import fake_chat
-from tests.load.pair import Servers, parsed, table
+from tests.load.pair import Servers, main, parsed, table
 
 
 def test_each_run_is_a_record_and_a_row(
@@ -41,3 +41,19 @@ def test_each_run_is_a_record_and_a_row(
     names = [entry.name for entry in store.read(path)]
     assert ["pair-rate20" in names[0], "decode-alone-rate20" in names[1]] == [True, True]
     assert capsys.readouterr().out.count("record: ") == 2
+
+
+def test_the_table_and_the_plot_of_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = "94e5990f,034e9a9e,113327b2,d15819b8,7b0330c9"
+    plot = tmp_path / "pair.svg"
+    main(["demo", "--records", ids, "--plot", str(plot)])
+    *rows, ratio_1, ratio_2, place = capsys.readouterr().out.splitlines()
+    names = ["pair", "pair", "decode alone", "decode alone", "plain"]
+    assert [row.split("  ")[0] for row in rows[1:]] == names
+    assert ratio_1 == "gap p99 of D at rate 1: 1.04 of decoding alone"
+    assert ratio_2 == "gap p99 of D at rate 2: 1.01 of decoding alone"
+    assert place == f"plot: {plot}"
+    text = plot.read_text()
+    assert text.count(">decode alone<") == 3 and "gap between tokens (p99), ms" in text
