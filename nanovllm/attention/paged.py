@@ -103,9 +103,12 @@ class ChunksAttend:
         if self.longest == 0:
             self.warm_up(cache, q_THA)
         else:
-            num_rows = len(batch.planned)
             division = division_of(
-                q_THA.shape[1], cache.k_PSGA, num_rows, batch.max_new, self.longest
+                q_THA.shape[1],
+                cache.k_PSGA,
+                num_rows=len(batch.planned),
+                max_new=batch.max_new,
+                max_length=self.longest,
             )
             parts = division.parts
             if division.time * SLOWER < division.undivided:
