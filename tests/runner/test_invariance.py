@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from nanovllm_kernels.experts.reference import EXPERTS, expert_down
+from nanovllm_kernels.fp8_reference import Weight
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,7 +17,7 @@ from nanovllm.attention.delta_kernels import TORCH
 from nanovllm.config import ConfigError, Kernels
 from nanovllm.layers.kernels import select_ops
 from nanovllm.layers.ops import Ops
-from nanovllm.layers.products import preference
+from nanovllm.layers.products import Fusion, Library, preference
 from nanovllm.runner.invariance import check_products, check_states
 from tests.models.steps import CPU, load
 from tests.models.tiny import CASES, make_tiny
@@ -52,6 +53,21 @@ def test_a_product_that_splits_its_inputs_is_named(tmp_path: Path) -> None:
         r"^kernels\.invariant is true, but the product with \S+ \[\d+, \d+\] has other bits for 1 "
     )
     with pytest.raises(ConfigError, match=text + "rows than for 40; leave "):
+        check(tmp_path, "qwen3", ops)
+
+
+def test_a_product_that_gates_many_rows_only_is_named(tmp_path: Path) -> None:
+    """A gate within the product rounds otherwise than one after it."""
+
+    class Gated(Library):
+        def fits(self, num_rows: int, weight: Weight, fusion: Fusion) -> bool:
+            return fusion.is_none or (fusion.gate and not fusion.norm and num_rows > 16)
+
+    ops = replace(INVARIANT, products=(Gated(INVARIANT.multiply),))
+    text = (
+        r"^kernels\.invariant is true, but the product with layers\.0\.mlp\.gate_up \[\d+, \d+\] "
+    )
+    with pytest.raises(ConfigError, match=text + "has other bits for 1 rows than for 40; leave "):
         check(tmp_path, "qwen3", ops)
 
 
