@@ -36,7 +36,7 @@ try:
     cli.main()
 finally:
     used = resource.getrusage(resource.RUSAGE_SELF)
-    print("CPU", used.ru_utime + used.ru_stime, "torch" in sys.modules)
+    print(f"CPU {used.ru_utime + used.ru_stime} {'torch' in sys.modules}")
 """
 REALLY = RUN.replace("launch.serve = started\n", "")
 PROXIES = {"http_proxy", "https_proxy", "all_proxy"}
