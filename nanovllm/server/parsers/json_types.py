@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NoReturn
+
+from nanovllm.server.parsers.base import Source
+from nanovllm.server.parsers.json_value import BLANKS, value
 
 Types = frozenset[str]
 ANY = frozenset({"string", "null", "boolean", "number", "object", "array"})
@@ -14,29 +18,34 @@ MAX_DEPTH = 20  # of references and unions
 
 
 def types_of(schema: object, name: str) -> Types:
-    """Return the types of one parameter. A parameter that is not in the schema is a string."""
-    properties = _mapping(schema).get("properties")
-    if name not in _mapping(properties):
-        return STRING
-    return _types(_mapping(properties)[name], schema, MAX_DEPTH) or ANY
+    """Return the types of one parameter. A parameter that is not in the schema is a string.
+
+    Schemas of unnamed parameters count only if they restrict the types.
+    """
+    parts = list(_applied(schema, schema, set()))
+    named = [part["properties"][name] for part in parts if name in _mapping(part.get("properties"))]
+    others = () if named else chain.from_iterable(map(_unnamed, parts))
+    types = [found for one in (*named, *others) if (found := _types(one, schema, MAX_DEPTH))]
+    return frozenset().union(*types) or (ANY if named else STRING)
 
 
 def names_of(schema: object) -> Iterable[str]:
     """Return the parameters in a function's schema."""
-    return _mapping(_mapping(schema).get("properties"))
+    parts = _applied(schema, schema, set())
+    return chain.from_iterable(_mapping(part.get("properties")) for part in parts)
 
 
 def as_json(text: str, types: Types) -> str:
     """Return JSON for the text: a value of an allowed type, else a string if that is allowed.
 
     In a union the types other than string come first and require exact JSON: "none" is a string. If
-    a string is not allowed, Python's True, False and None are accepted too.
+    a string is not allowed, Python's True, False and None are accepted too, and frequent mistakes
+    in the strings of an object or array are corrected as in JSON calls.
     """
     stripped = text.strip()
-    try:
-        parsed_type = json_type(json.loads(stripped, parse_constant=_refused))
-    except (ValueError, RecursionError):
-        parsed_type = ""
+    corrected = _corrected(stripped)
+    if parsed_type := _parsed_type(stripped if "string" in types else corrected):
+        stripped = corrected
     if parsed_type and parsed_type != "string" and parsed_type in types:
         return stripped
     if "string" not in types:
@@ -48,6 +57,51 @@ def as_json(text: str, types: Types) -> str:
         if parsed_type:
             return stripped  # of a wrong type, which the function must refuse
     return quoted(text)
+
+
+def _parsed_type(text: str) -> str:
+    """Return the type of a text that is JSON, "" if it is not."""
+    try:
+        return json_type(json.loads(text, parse_constant=_refused))
+    except (ValueError, RecursionError):
+        return ""
+
+
+def _corrected(text: str) -> str:
+    """Return an object or array as the JSON reader corrects it; other text unchanged."""
+    if not text.startswith(("{", "[")):
+        return text
+    source = Source()
+    source.feed(text)
+    source.is_over = True
+    parts: list[str] = []
+    reader = value(source, parts.append)
+    try:
+        next(reader)
+    except StopIteration as end:
+        if end.value and not text[source.at :].strip(BLANKS):
+            return "".join(parts)
+    return text
+
+
+def _applied(schema: object, root: object, known: set[int]) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema and the schemas that it combines, each once."""
+    if not isinstance(schema, Mapping) or id(schema) in known:
+        return
+    known.add(id(schema))
+    yield schema
+    if isinstance(reference := schema.get("$ref"), str):
+        yield from _applied(pointed(reference, root), root, known)
+    for union in ("allOf", "anyOf", "oneOf"):
+        branches = schema.get(union)
+        for branch in branches if isinstance(branches, list) else ():
+            yield from _applied(branch, root, known)
+
+
+def _unnamed(schema: Mapping[str, Any]) -> Iterator[object]:
+    """Yield the schemas of parameters that `properties` does not name."""
+    yield from _mapping(schema.get("patternProperties")).values()
+    yield schema.get("additionalProperties")
 
 
 def _types(schema: object, root: object, depth: int) -> Types:

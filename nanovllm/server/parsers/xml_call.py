@@ -131,7 +131,7 @@ class Argument:
         self._key = key
         self._types = types
         self._emit = emit
-        self._streams = types <= {"string", "null"}
+        self._streams = "string" in types and types <= {"string", "null"}
         self._is_open = False
         self._held: list[str] = []
 
