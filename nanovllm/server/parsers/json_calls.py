@@ -17,7 +17,7 @@ from nanovllm.server.parsers.base import (
     Source,
     Syntax,
 )
-from nanovllm.server.parsers.json_call import JsonCall, object_of, quoted_object
+from nanovllm.server.parsers.json_call import NO_ARGUMENTS, JsonCall, object_of, quoted_object
 from nanovllm.server.parsers.markers import (
     CALL,
     CALL_END,
@@ -78,7 +78,11 @@ def read_marked(source: Source, emit: Emit, marks: Marks, schemas: Schemas) -> R
         if not (yield from source.literal(marks[CALL])):
             break
         name = yield from _marked_name(source, marks)
-        if name is None or not (yield from _marked_arguments(source, emit, name, marks)):
+        if name is None:
+            source.back()
+            break
+        is_call = yield from _marked_arguments(source, emit, name, marks, known=name in schemas)
+        if not is_call:
             source.back()
             break
         yield from source.space()
@@ -98,7 +102,7 @@ def _marked_name(source: Source, marks: Marks) -> Reader[str | None]:
     if first is None:
         return None
     yield from source.space()
-    if (yield from source.peek()) in ("{", '"'):
+    if (yield from source.peek()) in ("{", '"') or (yield from source.comes((marks[CALL_END],))):
         return first
     if (name := (yield from source.name(FUNCTION_NAME, "\n"))) is None:
         return None
@@ -108,12 +112,23 @@ def _marked_name(source: Source, marks: Marks) -> Reader[str | None]:
     return name
 
 
-def _marked_arguments(source: Source, emit: Emit, name: str, marks: Marks) -> Reader[bool]:
-    """Read the arguments; return False, to have the text read again, if there are none."""
+def _marked_arguments(
+    source: Source, emit: Emit, name: str, marks: Marks, *, known: bool
+) -> Reader[bool]:
+    """Read the arguments; return False, to have the text read again, if there are none.
+
+    Only a function of the request (`known`) is called without arguments. They are an empty object.
+    """
+    end = marks[CALL_END]
+    if known and (yield from source.comes((end, FENCE + end, f"{FENCE}\n{end}"))):
+        emit(CallStart(name))
+        emit(CallPart(NO_ARGUMENTS))
+        emit(CallEnd())
+        return True
     opener = yield from source.peek()
     if opener == "{":
         emit(CallStart(name))
-        yield from object_of(source, emit, marks[CALL_END], FENCE)
+        yield from object_of(source, emit, end, FENCE)
         return True
     if opener != '"':
         return False

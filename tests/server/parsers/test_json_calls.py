@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm.server.parsers.base import Reasoning, Text
+from nanovllm.server.parsers.base import CallStart, Reasoning, Text
 from nanovllm.server.parsers.machine import OutputParser
 from nanovllm.server.parsers.markers import CALL, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.server.parsers.generated_outputs import family_of, marks_of
-from tests.server.parsers.test_families import call, merged, seen
+from tests.server.parsers.test_families import call, machine, merged, seen
 
 
 def fenced(name: str, arguments: str) -> str:
@@ -69,6 +69,29 @@ def test_a_fence_ends_broken_arguments() -> None:
     text = f"{CALLS_BEGIN}{fenced('f', '{a: 1}')}\n{fenced('g', '{}')}{CALLS_END}"
     expected = [*call("f", "{a: 1}"), *call("g", "{}")]
     assert seen("deepseek_r1", text, turn="</think>") == expected
+
+
+EMPTY = {
+    "deepseek_v3_1": [SEPARATOR],
+    "deepseek_r1": [f"\n```json\n{end}" for end in ("```", "\n```", "\n\n```\n", "")] + ["\n"],
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_a_deepseek_call_may_have_empty_arguments(name) -> None:
+    before = CALL if name == "deepseek_v3_1" else f"{CALL}function{SEPARATOR}"
+    for after in EMPTY[name]:
+        text = f"{CALLS_BEGIN}{before}f{after}{CALL_END}\n{before}f{after}{CALL_END}{CALLS_END}ok"
+        assert seen(name, text, turn="</think>") == [*call("f", "{}") * 2, Text("ok")], after
+        unknown = f"{CALLS_BEGIN}{before}g{after}{CALL_END}{CALLS_END}"
+        assert seen(name, unknown, turn="</think>") == [Text(unknown)], after
+        for at in range(len(text)):
+            parser = machine(name, turn="</think>")
+            events = merged(parser.feed(text[:at]) + parser.feed(text[at:]) + parser.finish())
+            assert events == [*call("f", "{}") * 2, Text("ok")], at
+            cut = machine(name, turn="</think>")
+            begun = merged(cut.feed(text[:at]) + cut.finish())
+            assert sum(isinstance(event, CallStart) for event in begun) <= 2
 
 
 BARE = '{"name": "f", "parameters": {"city": "Oslo"}}'
