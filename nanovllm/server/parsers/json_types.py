@@ -18,15 +18,14 @@ MAX_DEPTH = 20  # of references and unions
 
 
 def types_of(schema: object, name: str) -> Types:
-    """Return the types of one parameter. A parameter that is not in the schema is a string.
-
-    Schemas of unnamed parameters count only if they restrict the types.
-    """
+    """Return the types of one parameter. A parameter that no schema describes is a string."""
     parts = list(_applied(schema, schema, set()))
-    named = [part["properties"][name] for part in parts if name in _mapping(part.get("properties"))]
-    others = () if named else chain.from_iterable(map(_unnamed, parts))
-    types = [found for one in (*named, *others) if (found := _types(one, schema, MAX_DEPTH))]
-    return frozenset().union(*types) or (ANY if named else STRING)
+    schemas = [
+        part["properties"][name] for part in parts if name in _mapping(part.get("properties"))
+    ]
+    schemas = schemas or [one for part in parts for one in _unnamed(part)]
+    types = [found for one in schemas if (found := _types(one, schema, MAX_DEPTH))]
+    return frozenset().union(*types) or (ANY if schemas else STRING)
 
 
 def names_of(schema: object) -> Iterable[str]:
@@ -99,9 +98,9 @@ def _applied(schema: object, root: object, known: set[int]) -> Iterator[Mapping[
 
 
 def _unnamed(schema: Mapping[str, Any]) -> Iterator[object]:
-    """Yield the schemas of parameters that `properties` does not name."""
-    yield from _mapping(schema.get("patternProperties")).values()
-    yield schema.get("additionalProperties")
+    """Yield the schemas of parameters that `properties` does not name, if they are not empty."""
+    schemas = [*_mapping(schema.get("patternProperties")).values()]
+    yield from filter(_mapping, [*schemas, schema.get("additionalProperties")])
 
 
 def _types(schema: object, root: object, depth: int) -> Types:

@@ -25,6 +25,7 @@ NAMED = {"properties": {"x": INTEGER}}
         ({"oneOf": [{"properties": {"y": {"type": "string"}}}, NAMED]}, NUMBER),
         ({"$ref": "#", **NAMED}, NUMBER),
         ({"properties": {"x": {}}, "additionalProperties": INTEGER}, ANY),
+        ({"additionalProperties": {"not": {"type": "string"}}}, ANY),
         ({"additionalProperties": {}}, STRING),
         ({"additionalProperties": True, "allOf": 1, "anyOf": [3], "properties": []}, STRING),
         (None, STRING),
