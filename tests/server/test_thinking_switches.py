@@ -99,6 +99,28 @@ def test_answers_are_read_as_the_prompt_begins_them(
     assert json.loads(CALLED[1].text) == {"a": "1"}
 
 
+@pytest.mark.parametrize(
+    ("turn", "state"),
+    [
+        ("\n", (None, False)),
+        ("<think>\n", (True, True)),
+        ("Sure. <think>\n", (True, True)),
+        ("<think>\nhm", (True, False)),
+        ("<think>\n\n</think>\n\n<think>hm", (True, False)),  # Qwen3's template adds the first two
+        ("</think>", (False, True)),
+        ("<think></think>", (False, True)),
+        ("<think>\nhm\n</think>\n\nSure", (False, False)),
+        ("</think>Write <think> first", (False, False)),
+        ("Write <think> first", (False, False)),
+    ],
+)
+def test_a_turn_that_mentions_a_marker_in_its_text_is_not_in_reasoning(
+    turn: str, state: tuple[bool | None, bool]
+) -> None:
+    assert resolve(PARSERS, "qwen3").begun(turn) == state
+    assert resolve(PARSERS, "plain").begun(turn) == (False, False)
+
+
 def parts_of(text: str, marks: dict[str, str]) -> list[str]:
     """Return the text in parts, of which those that are markers are separate."""
     for mark in marks:

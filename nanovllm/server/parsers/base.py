@@ -122,14 +122,20 @@ class Family(Struct, frozen=True):
     def begun(self, turn: str) -> tuple[bool | None, bool]:
         """Return the state at the end of `turn`: in reasoning, and directly after a marker.
 
-        The first is None if the turn is empty.
+        The first is None if the turn is empty. Markers count at the beginning of the turn, and at
+        its very end. A turn that the client began may mention them in its text.
         """
         if not self.thinks:
             return False, False
         end = turn.rstrip()
-        if turn.rfind(THINK) > turn.rfind(END_THINK):
-            return True, end.endswith(THINK)
-        return (False, end.endswith(END_THINK)) if end else (None, False)
+        if end.endswith((THINK, END_THINK)) or not end:
+            return (end.endswith(THINK) if end else None), bool(end)
+        rest = end.lstrip()
+        while rest.startswith((THINK, END_THINK)):
+            if rest.startswith(THINK) and END_THINK not in rest:
+                return True, False
+            rest = rest.partition(END_THINK)[2].lstrip()
+        return False, False
 
 
 class Source:
