@@ -96,9 +96,7 @@ def rendered(task: Task, max_chars: int) -> Rendered:
     except Exception as error:  # jinja's, and the Python compiler's
         return Rendered(str(error), "broken")
     messages = task.options["messages"]
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            _shape_arguments(call["function"], as_text=task.arguments_as_text)
+    unusable = _shape_calls(messages, as_text=task.arguments_as_text)
     continued = ""
     if task.is_continued:
         continued = _mark_end(messages[-1])
@@ -110,6 +108,8 @@ def rendered(task: Task, max_chars: int) -> Rendered:
         return Rendered(str(error), "long")
     except Exception as error:  # a template may raise anything for a client's values
         text = str(error) or type(error).__name__
+        if unusable:
+            text = f"{unusable} must be a JSON object ({text})"
         return Rendered(_clean(text.replace(END, "") if task.is_continued else text), "refused")
     if task.is_continued:
         *before, _ = text.split(END)
@@ -146,10 +146,25 @@ def _mark_end(message: dict[str, Any]) -> str:
     return text
 
 
+def _shape_calls(messages: list[dict[str, Any]], *, as_text: bool) -> str:
+    """Convert the arguments of all past calls.
+
+    Return the place of arguments that a template cannot iterate over, "" if there are none.
+    """
+    unusable = ""
+    for at, message in enumerate(messages):
+        for number, call in enumerate(message.get("tool_calls", ())):
+            _shape_arguments(call["function"], as_text=as_text)
+            if not as_text and not isinstance(call["function"]["arguments"], dict):
+                unusable = f"messages[{at}].tool_calls[{number}].function.arguments"
+    return unusable
+
+
 def _shape_arguments(function: dict[str, Any], *, as_text: bool) -> None:
     """Convert the arguments of a past call to text, or to an object if they are JSON.
 
-    A client may send a truncated call back. Templates that iterate then get its readable part.
+    A client may send a truncated call back. Templates that iterate then get its readable part, and
+    no arguments for null.
     """
     arguments = function["arguments"]
     if as_text and not isinstance(arguments, str):
@@ -157,7 +172,7 @@ def _shape_arguments(function: dict[str, Any], *, as_text: bool) -> None:
     elif isinstance(arguments, str) and not as_text:
         for text in closable(arguments):
             with contextlib.suppress(ValueError, RecursionError):
-                value = json.loads(text)
+                value = {} if text.strip() == "null" else json.loads(text)
                 function["arguments"] = value if isinstance(value, dict) else arguments
                 return
 

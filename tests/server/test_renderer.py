@@ -204,6 +204,8 @@ def test_errors_have_kinds() -> None:
         ("{a: 1}", False, "{a: 1}"),
         ("[" * 500, False, "[" * 500),
         ("Oslo", False, "Oslo"),
+        (" null\n", False, "{}"),
+        ("null", True, "null"),
     ],
 )
 def test_arguments_of_past_calls_are_text_or_objects(given, as_text, shown) -> None:
@@ -212,3 +214,16 @@ def test_arguments_of_past_calls_are_text_or_objects(given, as_text, shown) -> N
     source = "{{ messages[0].tool_calls[0].function.arguments }}"
     found = rendered(Task(source, {"messages": messages}, 5.0, arguments_as_text=as_text), 1000)
     assert found == Rendered(shown)
+
+
+@pytest.mark.parametrize("given", ["{a: 1}", "[1]"])
+def test_arguments_that_a_template_cannot_iterate_over_are_named(given) -> None:
+    source = "{% for k, v in messages[1].tool_calls[1].function.arguments.items() %}{% endfor %}"
+    calls = [{"function": {"name": "f", "arguments": one}} for one in ("{}", given)]
+    messages = [{"role": "user"}, {"role": "assistant", "tool_calls": calls}]
+    found = rendered(Task(source, {"messages": messages}, 5.0), 1000)
+    place = "messages[1].tool_calls[1].function.arguments must be a JSON object"
+    assert (found.error, found.text[: len(place)]) == ("refused", place)
+    assert "has no attribute 'items'" in found.text
+    calls[1]["function"]["arguments"] = "{}"
+    assert rendered(Task(source, {"messages": messages}, 5.0), 1000) == Rendered("")
