@@ -214,15 +214,22 @@ class _Probe:
     # -- content as a list of parts --------------------------------------------------------------
 
     def _parts(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the roles whose content may be parts, and those whose content must be.
+
+        A template may write each part of a tool's result as a result of its own. Parts are passed
+        only if one part is written as the same text is.
+        """
         reads: set[str] = set()
         needs: set[str] = set()
         for role in ROLES:
             as_text = self._rendered(_conversation(role, TEXT)) or ""
             as_parts = self._rendered(_conversation(role, [{"type": "text", "text": TEXT}])) or ""
-            if TEXT in as_parts and not re.search(rf"""["']text["']: ["']{TEXT}""", as_parts):
+            if TEXT not in as_parts or re.search(rf"""["']text["']: ["']{TEXT}""", as_parts):
+                continue
+            if TEXT not in as_text:
+                needs.add(role)
+            if role in needs or as_parts == as_text:
                 reads.add(role)
-                if TEXT not in as_text:
-                    needs.add(role)
         return frozenset(reads), frozenset(needs)
 
 

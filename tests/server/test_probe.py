@@ -171,6 +171,21 @@ def test_a_template_that_takes_too_much_of_a_message_is_left_to_requests(
     assert facts(tmp_path, source, renderer) == TemplateFacts("plain", arguments_as_text=True)
 
 
+def test_parts_of_a_tool_result_that_a_template_would_separate_are_joined(
+    tmp_path, renderer
+) -> None:
+    """MiniMax-M2 writes each part of a tool's result as a result, with a line break more."""
+    source = (
+        "{% for m in messages %}{% if m.content is string %}<r>{{ m.content }}</r>{% else %}"
+        "{% for p in m.content or [] %}<r>{{ p.text }}LAST</r>{% endfor %}{% endif %}{% endfor %}"
+    )
+    both = facts(tmp_path, source.replace("LAST", ""), renderer)
+    assert both.reads_parts == {"system", "user", "assistant", "tool"}
+    assert facts(tmp_path, source.replace("LAST", "\n"), renderer).reads_parts == frozenset()
+    only = facts(tmp_path, source.replace("{{ m.content }}", ""), renderer)
+    assert only.reads_parts == only.needs_parts == both.reads_parts
+
+
 V3_1 = (
     "{% for m in messages %}<\uff5c{{ m.role }}\uff5c>{{ m.content or '' }}"
     + CONTENT[CONTENT.index("{% for") :]
