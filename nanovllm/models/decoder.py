@@ -173,7 +173,10 @@ class Decoder(Layer):
         ("lm_head.weight", "head.weight"),
     )
     LESS_ONE: ClassVar[str] = "-"  # pattern of norm weights that are stored as weight - 1
-    IGNORED: ClassVar[tuple[str, ...]] = ("model.layers.{}.self_attn.rotary_emb.inv_freq",)
+    IGNORED: ClassVar[tuple[str, ...]] = (
+        "model.layers.{}.self_attn.rotary_emb.inv_freq",
+        "model.rotary_emb.inv_freq",
+    )
     cos_sin_LA: Tensor
 
     def __init__(self, config: DecoderConfig, mesh: Mesh, ops: Ops, max_tokens: int) -> None:

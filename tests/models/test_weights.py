@@ -93,6 +93,7 @@ def test_tensors_nobody_needs_are_ignored_by_name(tmp_path: Path) -> None:
     extra = {
         "lm_head.weight": plain.embed.weight,
         "model.layers.1.self_attn.rotary_emb.inv_freq": torch.full((8,), torch.nan),
+        "model.rotary_emb.inv_freq": torch.full((8,), torch.nan),
     }
     edit(tmp_path, lambda checkpoint: checkpoint.update(extra))
     model = load(tmp_path)
