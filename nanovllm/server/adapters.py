@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from nanovllm.adapters.folder import CONFIG, check_name, file_of
-from nanovllm.adapters.section import Adapters, check_free
+from nanovllm.adapters.section import Adapters
 from nanovllm.config import ConfigError
 from nanovllm.ipc.client import EngineClient, EngineLostError
 from nanovllm.log import fields
@@ -59,12 +59,14 @@ class RuntimeAdapters:
 
     async def _load(self, request: LoadRequest) -> bytes:
         name, folder, served = request.lora_name, request.lora_path, self._served
-        try:
-            check_name(name)
-            check_free(name, {*served.names, *served.paths})
-            check_name(folder)
-        except ConfigError as error:
-            raise invalid(str(error)) from None
+        for field, value in (("lora_name", name), ("lora_path", folder)):
+            try:
+                check_name(value)
+            except ConfigError as error:
+                raise invalid(f"{field}: {error}", field) from None
+        if name in {*served.names, *served.paths}:
+            text = f"lora_name: the adapter {name!r} has the model's name; use another one"
+            raise invalid(text, "lora_name")
         try:
             await asyncio.to_thread(file_of, self._folder, folder, CONFIG)
         except ConfigError as error:
@@ -72,7 +74,8 @@ class RuntimeAdapters:
         async with self._turn:
             before = served.adapters.get(name)
             if before is not None and not request.load_inplace:
-                raise invalid(f"the adapter {name!r} is already loaded; set load_inplace")
+                text = f"the adapter {name!r} is already loaded; set load_inplace"
+                raise invalid(text, "lora_name")
             if any(client.is_lost for client in self._engines.clients):
                 raise EngineLostError  # before another engine has changed
             done: list[EngineClient] = []
@@ -80,7 +83,7 @@ class RuntimeAdapters:
                 for client in self._engines.clients:
                     message = LoadAdapter(client.new_id(), name, folder, replaces=True)
                     if fault := await client.change(message):
-                        raise invalid(fault)
+                        raise invalid(fault, "lora_path")
                     done.append(client)
             except (ApiError, EngineLostError):
                 if done:  # no engine keeps the name, since the former adapter may be gone
@@ -107,5 +110,5 @@ class RuntimeAdapters:
         return f"Success: LoRA adapter '{name}' removed successfully.".encode()
 
 
-def invalid(text: str) -> ApiError:
-    return ApiError(400, text, code="invalid_value")
+def invalid(text: str, field: str) -> ApiError:
+    return ApiError(400, text, param=field, code="invalid_value")

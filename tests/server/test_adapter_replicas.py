@@ -102,3 +102,38 @@ def test_unload_goes_on_past_a_lost_engine() -> None:
 
     asyncio.run(main())
     assert unloaded == ["pirate"]
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "field", "words"),
+    [
+        ("a/b", "pirate", "lora_name", "lora_name: the adapter name 'a/b' must be"),
+        ("x", "../pirate", "lora_path", "lora_path: the adapter name '../pirate' must be"),
+        (
+            "m",
+            "pirate",
+            "lora_name",
+            "lora_name: the adapter 'm' has the model's name; use another one",
+        ),
+        ("old", "pirate", "lora_name", "the adapter 'old' is already loaded; set load_inplace"),
+        ("x", "nothing", "lora_path", "adapter nothing: "),
+        ("x", "pirate", "lora_path", "the engine refuses it"),
+    ],
+)
+def test_a_refused_load_names_its_field(name: str, folder: str, field: str, words: str) -> None:
+    async def main() -> None:
+        async def change(message: Any) -> str:
+            return "the engine refuses it"
+
+        client = SimpleNamespace(is_lost=False, new_id=lambda: 1, change=change)
+        served: Any = SimpleNamespace(names=["m"], paths=[], adapters={"old": "pirate"})
+        engines: Any = SimpleNamespace(clients=[client])
+        changes = RuntimeAdapters(Adapters(folder=str(DEMO)), engines, served)
+        body = msgspec.json.encode(dict(lora_name=name, lora_path=folder))
+        with pytest.raises(ApiError) as refused:
+            await changes.answer(LOAD, body)
+        error = msgspec.json.decode(refused.value.body())["error"]
+        assert error["param"] == field and error["message"].startswith(words), error
+        assert served.adapters == {"old": "pirate"}
+
+    asyncio.run(main())
