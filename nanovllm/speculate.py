@@ -12,6 +12,8 @@ from nanovllm.typed_yaml import ConfigError
 
 MODELS = ("draft_model", "eagle3", "mtp")  # their drafts come from a model with its own layers
 KEYS: dict[str, tuple[object, tuple[str, ...]]] = {  # key: default, methods that have it
+    "min_match": (2, ("ngram",)),
+    "max_match": (8, ("ngram",)),
     "model": (None, ("draft_model", "eagle3")),
     "taps": ([], ("eagle3",)),
     "rope_theta": (None, ("eagle3",)),

@@ -125,6 +125,11 @@ NOT_FALLING = "numbers (speculate.tokens) between 0 and 1, each at most the prev
             f"{NGRAM} speculate.model=x",
             "speculate.model is for method draft_model or eagle3; drop it",
         ),
+        (f"{MODEL} speculate.min_match=3", "speculate.min_match is for method ngram; drop it"),
+        (
+            "speculate.method=mtp speculate.max_match=4",
+            "speculate.max_match is for method ngram; drop it",
+        ),
         (
             f"{NGRAM} speculate.drafts_by=argmax",
             "speculate.drafts_by is for method draft_model or eagle3 or mtp; drop it",

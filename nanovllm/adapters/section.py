@@ -55,6 +55,8 @@ def located(
     folder = DEMO if adapters.folder == "demo" else base / Path(adapters.folder).expanduser()
     names = names_in(folder) if adapters.names == "all" else adapters.names
     check_folder(folder)
+    if adapters.names == [] and not adapters.runtime:
+        raise ConfigError("adapters.names is empty; list adapters, or drop it to load all")
     if not names and not adapters.runtime:
         raise ConfigError(f"adapters.folder: {folder} has no folder with an adapter_config.json")
     if len(set(names)) < len(names):
