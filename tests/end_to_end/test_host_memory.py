@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -112,8 +113,9 @@ def test_what_another_client_sent_shows_in_no_time_size_or_file(tmp_path: Path) 
             took, cached, _ = timed(server, f"a{name}", "a")
             seconds["own"].append(took)
             assert cached == 640
-        new, other, own = (min(times) for times in seconds.values())
-        assert 0.75 < other / new < 1.33 and own < 0.6 * new, (tier, seconds)
+        # A hit takes a sixth of the time. Medians, since another process may leave a core idle once.
+        new, other, own = (statistics.median(times) for times in seconds.values())
+        assert 0.6 < other / new < 1.66 and own < 0.5 * new, (tier, seconds)
         eventually(lambda n=num_files: len(page_files(tmp_path)) == n, 20)
         assert len({path.stat().st_size for path in page_files(tmp_path)}) == 1
         assert server.stop() == 0
