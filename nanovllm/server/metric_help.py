@@ -35,7 +35,10 @@ HELP = {
     "nanovllm:transfer_leases": "Leases of finished prompts that are held for decode servers.",
     "nanovllm:transfer_leased_pages": "Pages of these leases.",
     "nanovllm:transfer_lease_events_total": "Leases granted, and leases by their end.",
-    "nanovllm:transfer_sent_bytes_total": "Bytes of pages sent to decode servers.",
+    "nanovllm:transfer_sent_bytes_total": (
+        "Bytes of pages and recurrent states sent to decode servers by all ranks. This server does "
+        "not see copies by cuda_ipc and nixl: they are counted as their reader reports at its end."
+    ),
     "nanovllm:transfer_tickets_total": "Tickets by result: read, or the reason against.",
     "vllm:generation_tokens_total": "Tokens generated.",
     "vllm:iteration_tokens_total": "Tokens per step.",

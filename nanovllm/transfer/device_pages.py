@@ -163,14 +163,19 @@ class PeerMemory:
         self._link_rate = opened.link_rate()
         self._is_measured = False
 
-    def copy(self, pages: Sequence[tuple[int, int]], ready: object) -> None:
-        """Copy (page of P, page of D) after `ready`, and wait for the end. Raise PeerError."""
+    def copy(self, pages: Sequence[tuple[int, int]], ready: object) -> int:
+        """Copy (page of P, page of D) after `ready`, and wait for the end. Return the bytes.
+
+        Raise PeerError if P has no such page, or the copy failed.
+        """
         if any(not 0 < page < self._rows for page, _ in pages):
             raise PeerError("memory", "a ticket has a page that its cache does not have")
         seconds = self._opened.copy(pages, ready)
+        num_bytes = len(pages) * self._page_bytes
         if not self._is_measured and pages:
             self._is_measured = True
-            self._log(len(pages) * self._page_bytes, max(seconds, 1e-9))
+            self._log(num_bytes, max(seconds, 1e-9))
+        return num_bytes
 
     def close(self) -> None:
         self._opened.close()

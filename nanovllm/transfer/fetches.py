@@ -29,6 +29,7 @@ class Fetch:
     arrivals: Arrivals | None = None  # pages that may be filled instead of the buffers
     targets: Sequence[int] = ()  # those of the places; unused for parts of a state
     is_written: bool = False  # a copy to the targets is under way
+    copied_bytes: int = 0  # to the targets, of copies that P has no report of
 
     @property
     def num_direct(self) -> int:
@@ -116,14 +117,14 @@ class Fetches:
             np.copyto(into, np.frombuffer(data, np.uint8))
             return True
 
-    def run(self, fetch: Fetch, copy: Callable[[], None]) -> bool:
-        """Call `copy`, which writes the targets. Return False if the fetch is done."""
+    def run(self, fetch: Fetch, copy: Callable[[], int]) -> bool:
+        """Call `copy`, which writes bytes to the targets. Return False if the fetch is done."""
         with self._changed:
             if fetch.state != "running":
                 return False
             fetch.is_written = True
         try:
-            copy()
+            fetch.copied_bytes += copy()
         finally:
             with self._changed:
                 fetch.is_written = False

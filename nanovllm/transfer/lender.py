@@ -59,7 +59,6 @@ class Lender:
         self._key = TicketKey(secret)
         self._layout = layout
         self._identity = identity
-        self._page_bytes = page_bytes
         self._lease_s = lease_s
         self._close_memory = close_memory
         self._give_back: Callable[[Lease], None] = lambda _: None
@@ -109,7 +108,8 @@ class Lender:
 
     @property
     def sent_bytes(self) -> int:
-        return self.server.counts["pages"] * self._page_bytes
+        """Bytes of pages and states that decode servers have received, of all ranks."""
+        return self.server.counts["bytes"]
 
     def close(self) -> None:
         self._closing.set()

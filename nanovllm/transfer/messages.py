@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from nanovllm.transfer.device_pages import DeviceMemory
 from nanovllm.transfer.leases import End
@@ -73,13 +73,14 @@ class EndedLeases(Struct, frozen=True, tag="ended"):
 class FinishLease(Struct, frozen=True, tag="finish"):
     """Ends a lease of D: at once if it is not wanted, else once all of its `shares` are done.
 
-    There is no answer.
+    There is no answer. P does not take part in copies between devices, so D reports their bytes.
     """
 
     generation: int
     end: End
     share: int = 0
     shares: int = 1
+    copied_bytes: Annotated[int, Meta(ge=0)] = 0
 
 
 ToP: TypeAlias = ReadPages | CheckLease | Heartbeat | FinishLease

@@ -342,8 +342,12 @@ class PeerReader:
         return encode(ReadPages(generation, first, count, share=limits.share, shares=limits.shares))
 
     def _finish(self, fetch: Fetch, end: End) -> None:
-        generation, share, shares = fetch.ticket.generation, self._limits.share, self._limits.shares
-        self._connection.send(encode(FinishLease(generation, end, share, shares)))
+        limits = self._limits
+        copied_bytes, fetch.copied_bytes = fetch.copied_bytes, 0  # counted once by P
+        message = FinishLease(
+            fetch.ticket.generation, end, limits.share, limits.shares, copied_bytes
+        )
+        self._connection.send(encode(message))
 
     def _receive(self, *kinds: type[M]) -> tuple[M, memoryview]:
         """Return the next message and its page. Raise PeerError if it is of another kind."""

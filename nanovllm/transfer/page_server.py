@@ -69,7 +69,8 @@ class PageServer:
     """Listening socket with a thread per connection. A peer's fault ends its connection only.
 
     `allowed` are the IP addresses that may connect; empty for all. `counts` has the numbers of
-    pages sent, and of refused connections by kind.
+    pages sent by socket, of bytes sent or copied from this device, and of refused connections by
+    kind. Parts of states count as pages.
     """
 
     def __init__(
@@ -184,8 +185,9 @@ class PageServer:
                 connection.send(encode(LeaseAnswer(generation, held)))
             case Heartbeat(generations):
                 connection.send(encode(EndedLeases(self._leases.extend(generations))))
-            case FinishLease(generation, end, share, shares):
+            case FinishLease(generation, end, share, shares, copied_bytes):
                 check_share(share, shares)
+                self._count(0, copied_bytes)
                 lease = self._leases.finish(generation, end, share, shares)
                 if lease is not None:
                     self._source.release(lease)
@@ -212,4 +214,9 @@ class PageServer:
             except OSError as error:
                 raise PeerError("rank", f"a share could not be read: {error}") from None
             connection.send(encode(PageBytes(generation, place)), data)
-            self.counts["pages"] += 1
+            self._count(1, len(data))
+
+    def _count(self, num_pages: int, num_bytes: int) -> None:
+        with self._lock:
+            self.counts["pages"] += num_pages
+            self.counts["bytes"] += num_bytes

@@ -278,6 +278,11 @@ def check_direct(
             num_parts = len(prompts) * remote._limits.state_parts
             assert remote.counts == {"read": len(prompts)}
             assert lender.server.counts["pages"] == ranks * num_parts
+            memory = remote._client._peers[0]._memory
+            assert memory is not None
+            direct_bytes = sum(copied.values()) * memory._page_bytes
+            socket_bytes = ranks * num_parts * remote._limits.page_bytes
+            assert lender.sent_bytes == direct_bytes + socket_bytes > 0
             eventually(lambda: d.loop.step() or not d.scheduler.num_moving)
             tiers = d.scheduler.stats().tiers
             assert tiers["peer.hit_tokens"] == sum(d.cached.values())
@@ -293,10 +298,10 @@ def noted_copies() -> Iterator[Counter[tuple[bytes, int]]]:
     copied: Counter[tuple[bytes, int]] = Counter()
     real = PeerMemory.copy
 
-    def copy(memory: PeerMemory, pages: Sequence[tuple[int, int]], ready: object) -> None:
+    def copy(memory: PeerMemory, pages: Sequence[tuple[int, int]], ready: object) -> int:
         opened: Any = memory._opened
         copied[opened._parts[0].handle, opened._parts[0].start] += len(pages)
-        real(memory, pages, ready)
+        return real(memory, pages, ready)
 
     with patch.object(PeerMemory, "copy", copy):
         yield copied

@@ -212,6 +212,9 @@ def check_shares(
                 assert d.cached[i] == params["remote_num_tokens"]
                 eventually(lambda count=i + 1: len(ended) == count)
                 p.scheduler.take_back(ended[i].pages, ended[i].state)
+                own, num_pages = remote._limits, sum(d.cached.values()) // 4
+                num_parts = num_pages + len(ended) * own.state_parts  # of each rank of D
+                assert lender.sent_bytes == ranks[1] * num_parts * own.page_bytes > 0
             assert d.text == alone.text and len(prompts) >= 4
         lender.close()
 

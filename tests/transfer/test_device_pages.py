@@ -144,6 +144,7 @@ def test_pages_go_to_the_device_and_the_lease_ends(
         assert reader.pages == {1: p.pool[3], 2: p.pool[1], 3: p.pool[2]}
         eventually(lambda: len(p.released) == 1)
         assert p.leases.counts["done"] == 1 and p.server.counts["pages"] == 0
+        assert p.server.counts["bytes"] == 3 * PAGE_BYTES  # as D has reported
         assert fetch(d, p.ticket(4))[0] is True
     eventually(lambda: reader.closed == [b"p1"])
     (said,) = (r for r in caplog.records if "first copy of" in r.getMessage())

@@ -109,7 +109,7 @@ def test_pages_arrive_and_the_lease_ends(p: PrefillEngine) -> None:
         assert ok and buffers == [p.pool[page] for page in pages]
         eventually(lambda: [lease.pages for lease in p.released] == [pages])
         assert p.leases.counts == {"granted": 1, "done": 1} and d.counts == {"fetched": 1}
-        assert p.server.counts["pages"] == 9
+        assert p.server.counts["pages"] == 9 and p.server.counts["bytes"] == 9 * PAGE_BYTES
 
 
 def test_unknown_engines_and_replays(p: PrefillEngine) -> None:

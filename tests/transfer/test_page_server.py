@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from nanovllm.config import ConfigError
-from nanovllm.transfer.messages import ReadPages, encode
+from nanovllm.transfer.messages import FinishLease, ReadPages, encode
 from nanovllm.transfer.sealed import SealedConnection
 from tests.transfer.test_page_client import (
     PAGE_BYTES,
@@ -89,7 +89,20 @@ def test_a_peer_cannot_read_parts_or_shares_that_p_has_not(p: PrefillEngine) -> 
             with pytest.raises(OSError):
                 connection.receive(buffer)
     eventually(lambda: p.server.counts["refused_protocol"] == len(forged))
-    assert p.server.counts["pages"] == len(forged)
+    assert p.server.counts["pages"] == len(forged) and p.server.counts["bytes"] == 4 * len(forged)
+
+
+def test_a_peer_cannot_report_fewer_than_no_bytes(p: PrefillEngine) -> None:
+    for copied_bytes in (500, -1):
+        with socket.create_connection(p.server.address, 5) as sock:
+            connection = SealedConnection.connect(sock, SECRET)
+            buffer = memoryview(bytearray(PAGE_BYTES + 1000))
+            connection.wait_at_most(5)
+            connection.receive(buffer)
+            generation = p.ticket(1, 2).generation
+            connection.send(encode(FinishLease(generation, "done", copied_bytes=copied_bytes)))
+    eventually(lambda: p.server.counts["refused_protocol"] == 1 and len(p.released) == 1)
+    assert p.server.counts["bytes"] == 500
 
 
 class LateLock:
