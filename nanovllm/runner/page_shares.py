@@ -14,9 +14,9 @@ import torch
 
 from nanovllm.kv.split import HOST_ALIGNED
 from nanovllm.parallel.mesh import Mesh
-from nanovllm.runner.state_rows import StateRow
+from nanovllm.runner.state_rows import RowPart, StateRow
 from nanovllm.runner.transfer import HostPages
-from nanovllm.transfer.shares import OtherRank
+from nanovllm.transfer.shares import OtherRank, Span
 
 
 class PageReader:
@@ -35,12 +35,19 @@ class PageReader:
         return memoryview(row.cpu().numpy().data)
 
     @torch.inference_mode()
-    def state(self, checkpoint: int, start: int, count: int) -> memoryview:
-        """Return bytes of a state that does not change any more. After its end there are zeros."""
-        row = torch.zeros(count, dtype=torch.uint8)
-        own = self._pages.state(checkpoint)[start : start + count]
-        row[: len(own)].copy_(own)
-        return memoryview(row.numpy().data)
+    def state(self, checkpoint: int, spans: Sequence[Span]) -> memoryview:
+        """Return the bytes of spans of a state that does not change any more, joined.
+
+        After the end of the state there are zeros.
+        """
+        state = self._pages.state(checkpoint)
+        num_bytes = sum(count for _, count in spans)
+        row, at = torch.zeros(num_bytes, dtype=torch.uint8, device=state.device), 0
+        for start, count in spans:
+            own = state[start : start + count]
+            row[at : at + len(own)].copy_(own)
+            at += count
+        return memoryview(row.cpu().numpy().data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +98,29 @@ class PageShares:
             return 0
         return -(-self.state_row.cut(shares).num_bytes // self.page_bytes(shares))
 
-    def state(self, checkpoint: int, part: int, share: int, shares: int) -> memoryview:
-        """Return the bytes of a part of a checkpoint. Raise OSError without a rank.
+    def state(self, checkpoint: int, first: int, count: int, share: int, shares: int) -> memoryview:
+        """Return the bytes of `count` parts of a checkpoint, joined. Raise OSError without a rank.
 
-        The parts are those of a rank of D, each as long as a page there.
+        The parts are those of a rank of D, each as long as a page there. Each rank of P is read
+        once.
         """
-        if shares == self.num_ranks:
-            size = self.pages.page_bytes
-            return self._rank(share).state(checkpoint, part * size, size)
-        assert self.state_row is not None
         size = self.page_bytes(shares)
-        begin, row = part * size, np.zeros(size, np.uint8)
-        for rank, there, here, num_bytes in self.state_row.parts(share, shares, self.num_ranks):
-            start, end = max(here, begin), min(here + num_bytes, begin + size)
-            if start < end:
-                data = self._rank(rank).state(checkpoint, there + start - here, end - start)
-                row[start - begin : end - begin] = np.frombuffer(data, np.uint8)
+        begin, end = first * size, (first + count) * size
+        if shares == self.num_ranks:
+            return self._rank(share).state(checkpoint, [(begin, end - begin)])
+        assert self.state_row is not None
+        pieces: dict[int, list[RowPart]] = {}
+        for part in self.state_row.parts(share, shares, self.num_ranks):
+            if (piece := part.within(begin, end)) is not None:
+                pieces.setdefault(part.rank, []).append(piece)
+        row = np.zeros(end - begin, np.uint8)
+        for rank, own in pieces.items():
+            spans = [(piece.there, piece.num_bytes) for piece in own]
+            data, at = np.frombuffer(self._rank(rank).state(checkpoint, spans), np.uint8), 0
+            for piece in own:
+                start = piece.here - begin
+                row[start : start + piece.num_bytes] = data[at : at + piece.num_bytes]
+                at += piece.num_bytes
         return memoryview(row.data)
 
     @property

@@ -26,6 +26,13 @@ class RowPart(NamedTuple):
     here: int  # offset in the other row
     num_bytes: int
 
+    def within(self, begin: int, end: int) -> RowPart | None:
+        """Return the bytes from `begin` to `end` of the other row; None if there are none."""
+        start, stop = max(self.here, begin), min(self.here + self.num_bytes, end)
+        if start >= stop:
+            return None
+        return RowPart(self.rank, self.there + start - self.here, start, stop - start)
+
 
 class StateRow(NamedTuple):
     """Layout of one rank's row. An element of the convolution's inputs has `input_bytes`."""

@@ -39,7 +39,7 @@ class Lender:
         page_bytes: int,
         most_pages: int,
         page: Callable[[int, int, int], memoryview],
-        state: Callable[[int, int, int, int], memoryview] | None = None,
+        state: Callable[[int, int, int, int, int], memoryview] | None = None,
         state_parts: Callable[[int], int] = no_parts,
         lease_s: float = LEASE_S,
         memories: Sequence[DeviceMemory] = (),
@@ -48,7 +48,7 @@ class Lender:
     ) -> None:
         """`page` returns the bytes of a page, for a share of several; it is called from threads.
 
-        `state` returns a part of a checkpoint, and `state_parts` their number for each of several
+        `state` returns parts of a checkpoint, and `state_parts` their number for each of several
         shares. `page_bytes` is the size of a page of each of `num_ranks` ranks. `memories` are
         those of all ranks, or empty. `close` calls `close_memory`, after which no process can read
         that of rank 0.

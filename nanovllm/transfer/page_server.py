@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -61,7 +61,8 @@ class PageSource(NamedTuple):
 
     page: Callable[[int, int, int], memoryview]  # bytes of a page, for a share of several
     release: Callable[[Lease], None]  # a reader has finished: return the pages to the pool
-    state: Callable[[int, int, int, int], memoryview] | None = None  # of a checkpoint's part
+    # Bytes of a checkpoint's parts, joined: its number, the first part, their number, the share.
+    state: Callable[[int, int, int, int, int], memoryview] | None = None
     state_parts: Callable[[int], int] = no_parts  # their number on each of several ranks of D
 
 
@@ -199,22 +200,32 @@ class PageServer:
             connection.send(encode(EndedLeases([generation])))
             return
         num_pages = len(lease.pages)
-        source, share, shares = self._source, request.share, request.shares
-        check_share(share, shares)
-        count = num_pages + (source.state_parts(shares) if lease.state >= 0 else 0)
+        check_share(request.share, request.shares)
+        count = num_pages
+        if lease.state >= 0:
+            count += self._source.state_parts(request.shares)
         if not 0 <= first < last <= count:
             raise PeerError("protocol", f"pages {first} to {last} of {count} were wanted")
-        for place in range(first, last):
-            try:
-                if place < num_pages:
-                    data = source.page(lease.pages[place], share, shares)
-                else:
-                    assert source.state is not None
-                    data = source.state(lease.state, place - num_pages, share, shares)
-            except OSError as error:
-                raise PeerError("rank", f"a share could not be read: {error}") from None
+        for place, data in enumerate(self._data_of(lease, request), first):
             connection.send(encode(PageBytes(generation, place)), data)
             self._count(1, len(data))
+
+    def _data_of(self, lease: Lease, request: ReadPages) -> Iterator[memoryview]:
+        """Yield the bytes of each requested page, then of each part of the state after them."""
+        source, share, shares = self._source, request.share, request.shares
+        last, num_pages = request.first + request.count, len(lease.pages)
+        try:
+            for page in lease.pages[request.first : last]:
+                yield source.page(page, share, shares)
+            if last > num_pages:
+                assert source.state is not None
+                first = max(request.first - num_pages, 0)
+                count = last - num_pages - first
+                data = source.state(lease.state, first, count, share, shares)
+                size = len(data) // count
+                yield from (data[at * size : (at + 1) * size] for at in range(count))
+        except OSError as error:
+            raise PeerError("rank", f"a share could not be read: {error}") from None
 
     def _count(self, num_pages: int, num_bytes: int) -> None:
         with self._lock:

@@ -9,17 +9,19 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from multiprocessing.connection import Client, Connection, Listener
+from typing import TypeAlias
 
-# Number of a page or checkpoint; first byte of a read of the latter, or NO_STATE; number of bytes.
-WANTED = struct.Struct("<qqq")
-NO_STATE = -1
+import msgspec
+
+Span: TypeAlias = tuple[int, int]  # first byte in a rank's state, number of bytes
+# Number of a page, and None; or number of a checkpoint, and spans of its state.
+decode = msgspec.msgpack.Decoder(tuple[int, list[Span] | None]).decode
 RETRY_S, CONNECT_S = 0.05, 10.0  # the other rank listens before rank 0 serves, unless it has ended
 log = logging.getLogger("transfer")
 
@@ -27,8 +29,7 @@ log = logging.getLogger("transfer")
 class ShareServer:
     """Server of this rank's share, for rank 0.
 
-    `page` returns the bytes of a page. `state` returns bytes of a checkpoint, from the first that
-    is wanted on.
+    `page` returns the bytes of a page. `state` returns those of spans of a checkpoint, joined.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class ShareServer:
         path: str,
         secret: str,
         page: Callable[[int], memoryview],
-        state: Callable[[int, int, int], memoryview],
+        state: Callable[[int, Sequence[Span]], memoryview],
     ) -> None:
         self._page, self._state, self._is_closed = page, state, False
         self._path = path
@@ -68,11 +69,10 @@ class ShareServer:
             ).start()
 
     def _serve(self, connection: Connection) -> None:
-        with connection, suppress(EOFError, OSError):
+        with connection, suppress(EOFError, OSError, msgspec.DecodeError):
             while True:
-                number, start, count = WANTED.unpack(connection.recv_bytes(WANTED.size))
-                is_page = start == NO_STATE
-                data = self._page(number) if is_page else self._state(number, start, count)
+                number, spans = decode(connection.recv_bytes())
+                data = self._page(number) if spans is None else self._state(number, spans)
                 connection.send_bytes(data)
 
 
@@ -86,18 +86,18 @@ class OtherRank:
 
     def page(self, page: int) -> memoryview:
         """Return the bytes of a page. Raise OSError if the rank has ended."""
-        return self._read(page, NO_STATE, 0)
+        return self._read(page, None)
 
-    def state(self, checkpoint: int, start: int, count: int) -> memoryview:
-        """Return `count` bytes of a checkpoint from byte `start` on, likewise."""
-        return self._read(checkpoint, start, count)
+    def state(self, checkpoint: int, spans: Sequence[Span]) -> memoryview:
+        """Return the bytes of spans of a checkpoint, joined, by one request. Raise likewise."""
+        return self._read(checkpoint, spans)
 
-    def _read(self, number: int, start: int, count: int) -> memoryview:
+    def _read(self, number: int, spans: Sequence[Span] | None) -> memoryview:
         with self._lock:
             if self._connection is None:
                 self._connection = connected(self._path, self._key)
             try:
-                self._connection.send_bytes(WANTED.pack(number, start, count))
+                self._connection.send_bytes(msgspec.msgpack.encode((number, spans)))
                 return memoryview(self._connection.recv_bytes())
             except (EOFError, OSError) as error:
                 self._connection.close()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +15,9 @@ from nanovllm.kv.layout import StateGroup
 from nanovllm.layers.gated_delta import DeltaSizes
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.runner.caches import States
+from nanovllm.runner.page_shares import PageShares
 from nanovllm.runner.state_rows import StateRow
+from nanovllm.transfer.shares import Span
 from tests.models.steps import CPU
 
 SIZES = DeltaSizes(9, key_heads=4, value_heads=12, key=3, value=5, taps=4, grouped=True)
@@ -56,6 +61,54 @@ def test_rows_of_other_ranks(
             assert count > 0 and not row[here : here + count].any()
             row[here : here + count] = sources[rank][there : there + count]
         assert np.array_equal(row, expected)
+
+
+class RowOfRank:
+    """The state of a rank, and a cache whose pages have 4,096 bytes on any number of ranks."""
+
+    def __init__(self, row: np.ndarray) -> None:
+        self.row, self.num_trips, self.num_spans = row, 0, 0
+        self.tensors = [torch.zeros(1, 1, 4, 1, 8)]
+
+    def state(self, checkpoint: int, spans: Sequence[Span] = ()) -> Any:
+        if not spans:  # as the first rank's own pages
+            return torch.from_numpy(self.row)
+        self.num_trips += 1
+        self.num_spans += len(spans)
+        joined = np.concatenate([self.row[start : start + count] for start, count in spans])
+        return memoryview(joined.data)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shares", "parts", "read"),
+    [
+        (2, 1, 2, [{0, 1}]),
+        (4, 1, 2, [{0, 1, 2, 3}]),
+        (4, 2, 1, [{0, 1}, {2, 3}]),
+        (2, 4, 1, [{0}, {0}, {1}, {1}]),
+    ],
+)
+def test_parts_of_a_state_take_one_trip_to_each_rank(
+    ranks: int, shares: int, parts: int, read: list[set[int]]
+) -> None:
+    """`read` are the ranks of P that have bytes of each share. A row has 12 blocks."""
+    sources = [RowOfRank(row) for row in rows_of(ranks, 4, torch.float32)]
+    first, *others = sources
+    whole = StateRow(replace(GROUP, recurrent_bytes=4), 4)
+    reader: Any = PageShares
+    pages = reader(pages=first, num_heads=[4], others=others, state_row=whole)
+    assert (pages.page_bytes(shares), pages.state_parts(shares)) == (4096, parts)
+    for share, expected in enumerate(rows_of(shares, 4, torch.float32)):
+        for rank in others:
+            rank.num_trips = rank.num_spans = 0
+        state = np.frombuffer(pages.state(5, 0, parts, share, shares), np.uint8)
+        assert len(state) == parts * 4096 and not state[len(expected) :].any()
+        assert np.array_equal(state[: len(expected)], expected)
+        trips = [(rank.num_trips, rank.num_spans) for rank in others]
+        assert trips == [(1, 12) if rank in read[share] else (0, 0) for rank in range(1, ranks)]
+        for at in range(parts):
+            part = np.frombuffer(pages.state(5, at, 1, share, shares), np.uint8)
+            assert np.array_equal(part, state[at * 4096 : (at + 1) * 4096])
 
 
 def test_ranks_that_cannot_share_a_state() -> None:
