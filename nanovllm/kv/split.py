@@ -57,7 +57,12 @@ def fraction_of(cache: Cache, layout: CacheLayout) -> float:
 
 def host_page_bytes(layout: CacheLayout, page_tokens: int) -> int:
     """Return the bytes of a page of all layers in host memory, aligned for direct I/O."""
-    return -(-layout.bytes_per_token * page_tokens // HOST_ALIGNED) * HOST_ALIGNED
+    return host_aligned(layout.bytes_per_token * page_tokens)
+
+
+def host_aligned(num_bytes: int) -> int:
+    """Return the bytes of a page in host memory, with its padding."""
+    return -(-num_bytes // HOST_ALIGNED) * HOST_ALIGNED
 
 
 def num_paged(layout: CacheLayout) -> int:

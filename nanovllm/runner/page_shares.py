@@ -15,7 +15,7 @@ import torch
 from nanovllm.kv.split import HOST_ALIGNED
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.runner.state_rows import RowPart, StateRow
-from nanovllm.runner.transfer import HostPages
+from nanovllm.runner.transfer import HostPages, bytes_of_page
 from nanovllm.transfer.shares import OtherRank, Span
 
 
@@ -85,12 +85,8 @@ class PageShares:
 
     def page_bytes(self, shares: int) -> int:
         """Return the bytes of a page on each of `shares` ranks."""
-        num_bytes = 0
-        for tensor, whole in zip(self.pages.tensors, self.num_heads, strict=True):
-            layers, _, tokens, _, size = tensor.shape
-            heads = heads_of(0, shares, whole)
-            num_bytes += layers * tokens * len(heads) * size * tensor.itemsize
-        return -(-num_bytes // HOST_ALIGNED) * HOST_ALIGNED
+        num_heads = [len(heads_of(0, shares, whole)) for whole in self.num_heads]
+        return bytes_of_page(self.pages.tensors, num_heads)
 
     def state_parts(self, shares: int) -> int:
         """Return the number of parts of a state on each of `shares` ranks, each a page's length."""

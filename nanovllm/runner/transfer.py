@@ -12,7 +12,7 @@ of later plans is ordered after it by Moves.ended. On a CPU the same operations 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from nanovllm.config import ConfigError
 from nanovllm.kv.disk.store import DiskStore
 from nanovllm.kv.keys import Key
-from nanovllm.kv.split import HOST_ALIGNED
+from nanovllm.kv.split import host_aligned
 from nanovllm.plan import Copies, Moved, Moves, Write
 from nanovllm.runner.caches import Caches, pin
 from nanovllm.runner.copy_stream import CopyStream, StartedCopies
@@ -34,6 +34,18 @@ from nanovllm.transfer.remote_pages import RemotePages
 
 BelowStore: TypeAlias = DiskStore | RemotePages | PeersAndDisk
 PIECE_BYTES = 64 << 30  # of one allocation: CUDA fails to pin 512 GiB at once
+
+
+def bytes_of_page(tensors: Sequence[Tensor], num_heads: Sequence[int]) -> int:
+    """Return the bytes of a page in host memory, with these heads of each of the caches' tensors.
+
+    The tensors are [layers, pages, tokens, heads, size].
+    """
+    num_bytes = 0
+    for tensor, heads in zip(tensors, num_heads, strict=True):
+        layers, _, tokens, _, size = tensor.shape
+        num_bytes += layers * tokens * heads * size * tensor.itemsize
+    return host_aligned(num_bytes)
 
 
 class HostPages:
@@ -52,7 +64,7 @@ class HostPages:
             part = pages_LPSGA[:, 0]
             self._parts.append((pages_LPSGA, end, part.nbytes))
             end += part.nbytes
-        self.page_bytes = -(-end // HOST_ALIGNED) * HOST_ALIGNED
+        self.page_bytes = bytes_of_page(caches.tensors, [one.shape[3] for one in caches.tensors])
         self.device = caches.tensors[0].device
         self._checkpoints_NX = checkpoints_NX
         state_bytes = 0
