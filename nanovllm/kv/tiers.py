@@ -328,7 +328,8 @@ class HostTier:
         self._moves.ended.append(ticket)
         if ok:
             self.counts["host.loaded"] += len(own)
-            self.counts[f"{load.source}.loaded"] += len(load.fetched)
+            if load.fetched:
+                self.counts[f"{load.source}.loaded"] += len(load.fetched)
         elif load.fetched or load.state:
             self.counts[f"{load.source}.failed"] += 1
         else:
