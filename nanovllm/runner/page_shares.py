@@ -94,14 +94,14 @@ class PageShares:
             return 0
         return -(-self.state_row.cut(shares).num_bytes // self.page_bytes(shares))
 
-    def state(self, checkpoint: int, first: int, count: int, share: int, shares: int) -> memoryview:
-        """Return the bytes of `count` parts of a checkpoint, joined. Raise OSError without a rank.
+    def state(self, checkpoint: int, parts: range, share: int, shares: int) -> memoryview:
+        """Return the bytes of parts of a checkpoint, joined. Raise OSError without a rank.
 
         The parts are those of a rank of D, each as long as a page there. Each rank of P is read
         once.
         """
         size = self.page_bytes(shares)
-        begin, end = first * size, (first + count) * size
+        begin, end = parts.start * size, parts.stop * size
         if shares == self.num_ranks:
             return self._rank(share).state(checkpoint, [(begin, end - begin)])
         assert self.state_row is not None

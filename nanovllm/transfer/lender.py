@@ -39,7 +39,7 @@ class Lender:
         page_bytes: int,
         most_pages: int,
         page: Callable[[int, int, int], memoryview],
-        state: Callable[[int, int, int, int, int], memoryview] | None = None,
+        state: Callable[[int, range, int, int], memoryview] | None = None,
         state_parts: Callable[[int], int] = no_parts,
         lease_s: float = LEASE_S,
         memories: Sequence[DeviceMemory] = (),

@@ -345,7 +345,11 @@ class PeerReader:
         limits = self._limits
         copied_bytes, fetch.copied_bytes = fetch.copied_bytes, 0  # counted once by P
         message = FinishLease(
-            fetch.ticket.generation, end, limits.share, limits.shares, copied_bytes
+            fetch.ticket.generation,
+            end,
+            share=limits.share,
+            shares=limits.shares,
+            copied_bytes=copied_bytes,
         )
         self._connection.send(encode(message))
 

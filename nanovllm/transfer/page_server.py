@@ -61,8 +61,9 @@ class PageSource(NamedTuple):
 
     page: Callable[[int, int, int], memoryview]  # bytes of a page, for a share of several
     release: Callable[[Lease], None]  # a reader has finished: return the pages to the pool
-    # Bytes of a checkpoint's parts, joined: its number, the first part, their number, the share.
-    state: Callable[[int, int, int, int, int], memoryview] | None = None
+    state: Callable[[int, range, int, int], memoryview] | None = (
+        None  # a checkpoint's parts, joined
+    )
     state_parts: Callable[[int], int] = no_parts  # their number on each of several ranks of D
 
 
@@ -219,11 +220,10 @@ class PageServer:
                 yield source.page(page, share, shares)
             if last > num_pages:
                 assert source.state is not None
-                first = max(request.first - num_pages, 0)
-                count = last - num_pages - first
-                data = source.state(lease.state, first, count, share, shares)
-                size = len(data) // count
-                yield from (data[at * size : (at + 1) * size] for at in range(count))
+                parts = range(max(request.first - num_pages, 0), last - num_pages)
+                data = source.state(lease.state, parts, share, shares)
+                size = len(data) // len(parts)
+                yield from (data[at * size : (at + 1) * size] for at in range(len(parts)))
         except OSError as error:
             raise PeerError("rank", f"a share could not be read: {error}") from None
 

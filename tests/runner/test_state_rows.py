@@ -101,13 +101,13 @@ def test_parts_of_a_state_take_one_trip_to_each_rank(
     for share, expected in enumerate(rows_of(shares, 4, torch.float32)):
         for rank in others:
             rank.num_trips = rank.num_spans = 0
-        state = np.frombuffer(pages.state(5, 0, parts, share, shares), np.uint8)
+        state = np.frombuffer(pages.state(5, range(parts), share, shares), np.uint8)
         assert len(state) == parts * 4096 and not state[len(expected) :].any()
         assert np.array_equal(state[: len(expected)], expected)
         trips = [(rank.num_trips, rank.num_spans) for rank in others]
         assert trips == [(1, 12) if rank in read[share] else (0, 0) for rank in range(1, ranks)]
         for at in range(parts):
-            part = np.frombuffer(pages.state(5, at, 1, share, shares), np.uint8)
+            part = np.frombuffer(pages.state(5, range(at, at + 1), share, shares), np.uint8)
             assert np.array_equal(part, state[at * 4096 : (at + 1) * 4096])
 
 

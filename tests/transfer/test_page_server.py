@@ -70,8 +70,7 @@ def test_a_peer_cannot_read_parts_or_shares_that_p_has_not(p: PrefillEngine) -> 
             raise ConfigError(f"{shares} ranks cannot share it")
         return 4 // shares
 
-    def state(checkpoint: int, first: int, count: int, share: int, shares: int) -> memoryview:
-        parts = range(first, first + count)
+    def state(checkpoint: int, parts: range, share: int, shares: int) -> memoryview:
         return memoryview(bytes(n for part in parts for n in (checkpoint, part, share, shares)))
 
     p.server._source = p.server._source._replace(state=state, state_parts=state_parts)
