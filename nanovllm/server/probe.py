@@ -216,8 +216,8 @@ class _Probe:
     def _parts(self) -> tuple[frozenset[str], frozenset[str]]:
         """Return the roles whose content may be parts, and those whose content must be.
 
-        A template may write each part of a tool's result as a result of its own. Parts are passed
-        only if one part is written as the same text is.
+        A template may write each part of a tool's result as a result of its own. So its parts are
+        passed only if one part is written as the same text is.
         """
         reads: set[str] = set()
         needs: set[str] = set()
@@ -228,7 +228,7 @@ class _Probe:
                 continue
             if TEXT not in as_text:
                 needs.add(role)
-            if role in needs or as_parts == as_text:
+            if role in needs or role != "tool" or as_parts == as_text:
                 reads.add(role)
         return frozenset(reads), frozenset(needs)
 
