@@ -126,3 +126,12 @@ def parts_of(text: str, marks: dict[str, str]) -> list[str]:
     for mark in marks:
         text = text.replace(mark, f"\0{mark}\0")
     return text.split("\0")
+
+
+def test_markers_that_a_client_repeats_are_read_once() -> None:
+    family = resolve(PARSERS, "qwen3_coder")
+    turn = " " + "<think></think>\n" * 200_000
+    assert family.begun(turn) == (False, True)
+    assert family.begun(turn + "text <think> text") == (False, False)
+    assert family.begun(turn + "<think> text") == (True, False)
+    assert family.begun("</think></think>\u00a0<think>" + "text") == (True, False)

@@ -17,6 +17,7 @@ from nanovllm.server.parsers.markers import END_THINK, THINK
 
 T = TypeVar("T")
 SPACE = re.compile(r"[ \t\r\n]*")  # JSON's
+BLANK = re.compile(r"\s*")
 # A name must not contain a mark; see `Vocabulary.marks`.
 FUNCTION_NAME = re.compile(r'[^\s<>"\ud800-\udfff]{1,256}')
 KEY_NAME = re.compile(r'[^\r\n<>"\ud800-\udfff]{1,256}')
@@ -130,11 +131,12 @@ class Family(Struct, frozen=True):
         end = turn.rstrip()
         if end.endswith((THINK, END_THINK)) or not end:
             return (end.endswith(THINK) if end else None), bool(end)
-        rest = end.lstrip()
-        while rest.startswith((THINK, END_THINK)):
-            if rest.startswith(THINK) and END_THINK not in rest:
+        at = len(end) - len(end.lstrip())
+        while end.startswith((THINK, END_THINK), at):
+            if (closed := end.find(END_THINK, at)) < 0:
                 return True, False
-            rest = rest.partition(END_THINK)[2].lstrip()
+            blank = BLANK.match(end, closed + len(END_THINK))
+            at = blank.end() if blank else closed + len(END_THINK)
         return False, False
 
 

@@ -19,7 +19,7 @@ MAX_DEPTH = 20  # of references and unions
 
 def types_of(schema: object, name: str) -> Types:
     """Return the types of one parameter. A parameter that no schema describes is a string."""
-    parts = list(_applied(schema, schema, set()))
+    parts = _applied(schema)
     schemas = [
         part["properties"][name] for part in parts if name in _mapping(part.get("properties"))
     ]
@@ -30,7 +30,7 @@ def types_of(schema: object, name: str) -> Types:
 
 def names_of(schema: object) -> Iterable[str]:
     """Return the parameters in a function's schema."""
-    parts = _applied(schema, schema, set())
+    parts = _applied(schema)
     return chain.from_iterable(_mapping(part.get("properties")) for part in parts)
 
 
@@ -42,9 +42,13 @@ def as_json(text: str, types: Types) -> str:
     in the strings of an object or array are corrected as in JSON calls.
     """
     stripped = text.strip()
-    corrected = _corrected(stripped)
-    if parsed_type := _parsed_type(stripped if "string" in types else corrected):
-        stripped = corrected
+    if "string" in types:
+        parsed_type = _parsed_type(stripped)
+        corrected = _corrected(stripped) if parsed_type else stripped
+    else:
+        corrected = _corrected(stripped)
+        parsed_type = _parsed_type(corrected)
+    stripped = corrected if parsed_type else stripped
     if parsed_type and parsed_type != "string" and parsed_type in types:
         return stripped
     if "string" not in types:
@@ -83,18 +87,26 @@ def _corrected(text: str) -> str:
     return text
 
 
-def _applied(schema: object, root: object, known: set[int]) -> Iterator[Mapping[str, Any]]:
-    """Yield a schema and the schemas that it combines, each once."""
-    if not isinstance(schema, Mapping) or id(schema) in known:
-        return
-    known.add(id(schema))
-    yield schema
-    if isinstance(reference := schema.get("$ref"), str):
-        yield from _applied(pointed(reference, root), root, known)
-    for union in ("allOf", "anyOf", "oneOf"):
-        branches = schema.get(union)
-        for branch in branches if isinstance(branches, list) else ():
-            yield from _applied(branch, root, known)
+def _applied(root: object) -> list[Mapping[str, Any]]:
+    """Return a schema and the schemas that it combines, each once.
+
+    They are not visited by recursion, since a client may chain any number of references.
+    """
+    parts: dict[int, Mapping[str, Any]] = {}
+    left = [root]
+    while left:
+        schema = left.pop()
+        if not isinstance(schema, Mapping) or id(schema) in parts:
+            continue
+        parts[id(schema)] = schema
+        combined: list[object] = []
+        if isinstance(reference := schema.get("$ref"), str):
+            combined.append(pointed(reference, root))
+        for union in ("allOf", "anyOf", "oneOf"):
+            branches = schema.get(union)
+            combined += branches if isinstance(branches, list) else ()
+        left += reversed(combined)  # so that the first is next
+    return [*parts.values()]
 
 
 def _unnamed(schema: Mapping[str, Any]) -> Iterator[object]:

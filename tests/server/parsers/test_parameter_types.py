@@ -60,3 +60,11 @@ def test_objects_and_arrays_are_corrected_as_in_json_calls(text, types, expected
 def test_a_parameter_that_can_only_be_null_is_no_string(kind) -> None:
     block = coder(parameter("x", "None"))
     assert seen("qwen3_coder", block, schema={"x": {"type": kind}}) == call("f", '{"x": null}')
+
+
+def test_a_client_may_chain_references() -> None:
+    """Neither the depth of combined schemas nor their number is limited by recursion."""
+    chain = {f"S{n}": {"$ref": f"#/$defs/S{n + 1}"} for n in range(3000)}
+    schema = {"$ref": "#/$defs/S0", "$defs": chain | {"S3000": NAMED}}
+    assert types_of(schema, "x") == NUMBER and [*names_of(schema)] == ["x"]
+    assert types_of({**schema, "anyOf": [schema, {"$ref": "#"}]}, "y") == STRING
