@@ -13,6 +13,7 @@ from nanovllm.transfer.sealed import LENGTH, PeerError
 
 MAX_REQUEST = 1 << 18  # bytes of a message to P; a heartbeat for 20,000 leases has less
 MAX_HEADER = 1 << 20  # bytes of a message to D besides the page
+MOST_COPIED = 1 << 44  # bytes of one prompt, so that their sum stays a number of 64 bits
 
 
 class EngineCard(Struct, frozen=True, tag="engine"):
@@ -80,7 +81,7 @@ class FinishLease(Struct, frozen=True, tag="finish"):
     end: End
     share: int = 0
     shares: int = 1
-    copied_bytes: Annotated[int, Meta(ge=0)] = 0
+    copied_bytes: Annotated[int, Meta(ge=0, le=MOST_COPIED)] = 0
 
 
 ToP: TypeAlias = ReadPages | CheckLease | Heartbeat | FinishLease

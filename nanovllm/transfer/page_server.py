@@ -61,9 +61,8 @@ class PageSource(NamedTuple):
 
     page: Callable[[int, int, int], memoryview]  # bytes of a page, for a share of several
     release: Callable[[Lease], None]  # a reader has finished: return the pages to the pool
-    state: Callable[[int, range, int, int], memoryview] | None = (
-        None  # a checkpoint's parts, joined
-    )
+    # Parts of a checkpoint, joined.
+    state: Callable[[int, range, int, int], memoryview] | None = None
     state_parts: Callable[[int], int] = no_parts  # their number on each of several ranks of D
 
 

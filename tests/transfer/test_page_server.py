@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -46,14 +47,21 @@ def test_random_bytes_on_the_port(p: PrefillEngine, caplog: pytest.LogCaptureFix
     assert len(warned) == 2, warned
 
 
+@contextlib.contextmanager
+def connected_to(p: PrefillEngine) -> Iterator[tuple[SealedConnection, memoryview]]:
+    """Connect as a decode server that has read P's first message. Yield a buffer, too."""
+    with socket.create_connection(p.server.address, 5) as sock:
+        connection = SealedConnection.connect(sock, SECRET)
+        buffer = memoryview(bytearray(PAGE_BYTES + 1000))
+        connection.wait_at_most(5)
+        connection.receive(buffer)
+        yield connection, buffer
+
+
 def test_a_peer_cannot_read_beyond_its_lease(p: PrefillEngine) -> None:
     wanted = [(0, 3), (-1, 1), (1, 2), (0, 0), (0, 2**40)]
     for first, count in wanted:
-        with socket.create_connection(p.server.address, 5) as sock:
-            connection = SealedConnection.connect(sock, SECRET)
-            buffer = memoryview(bytearray(PAGE_BYTES + 1000))
-            connection.wait_at_most(5)
-            connection.receive(buffer)
+        with connected_to(p) as (connection, buffer):
             generation = p.ticket(1, 2).generation
             connection.send(encode(ReadPages(generation, first, count)))
             with pytest.raises(OSError):
@@ -78,11 +86,7 @@ def test_a_peer_cannot_read_parts_or_shares_that_p_has_not(p: PrefillEngine) -> 
     generation = p.leases.grant("r", ticket.pages, 9)
     forged = [(2, 3, 0, 2), (5, 2, 0, 1), (2, 1, 2, 2), (2, 1, 0, 3), (0, 1, 0, 65), (2, 1, -1, 2)]
     for first, count, share, shares in forged:
-        with socket.create_connection(p.server.address, 5) as sock:
-            connection = SealedConnection.connect(sock, SECRET)
-            buffer = memoryview(bytearray(PAGE_BYTES + 1000))
-            connection.wait_at_most(5)
-            connection.receive(buffer)
+        with connected_to(p) as (connection, buffer):
             connection.send(encode(ReadPages(generation, 3, 1, share=1, shares=2)))
             assert bytes(connection.receive(buffer)).endswith(bytes([9, 1, 1, 2]))
             connection.send(encode(ReadPages(generation, first, count, share=share, shares=shares)))
@@ -92,16 +96,12 @@ def test_a_peer_cannot_read_parts_or_shares_that_p_has_not(p: PrefillEngine) -> 
     assert p.server.counts["pages"] == len(forged) and p.server.counts["bytes"] == 4 * len(forged)
 
 
-def test_a_peer_cannot_report_fewer_than_no_bytes(p: PrefillEngine) -> None:
-    for copied_bytes in (500, -1):
-        with socket.create_connection(p.server.address, 5) as sock:
-            connection = SealedConnection.connect(sock, SECRET)
-            buffer = memoryview(bytearray(PAGE_BYTES + 1000))
-            connection.wait_at_most(5)
-            connection.receive(buffer)
+def test_a_peer_cannot_report_impossible_numbers_of_bytes(p: PrefillEngine) -> None:
+    for copied_bytes in (500, -1, 1 << 45):
+        with connected_to(p) as (connection, _):
             generation = p.ticket(1, 2).generation
             connection.send(encode(FinishLease(generation, "done", copied_bytes=copied_bytes)))
-    eventually(lambda: p.server.counts["refused_protocol"] == 1 and len(p.released) == 1)
+    eventually(lambda: p.server.counts["refused_protocol"] == 2 and len(p.released) == 1)
     assert p.server.counts["bytes"] == 500
 
 
