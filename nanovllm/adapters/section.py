@@ -87,10 +87,10 @@ def check_runtime(adapters: Adapters, api_key: str | None, num_workers: int) -> 
         raise ConfigError(f"adapters.runtime is true; server.workers must be 1, not {num_workers}")
 
 
-def check_free(name: str, other_names: Iterable[str]) -> None:
+def check_free(name: str, other_names: Iterable[str], remedy: str = "rename its folder") -> None:
     """Raise ConfigError if an adapter has a name of the model itself."""
     if name in other_names:
-        raise ConfigError(f"the adapter {name!r} has the model's name; rename its folder")
+        raise ConfigError(f"the adapter {name!r} has the model's name; {remedy}")
 
 
 def peft_of(adapters: Adapters, name: str) -> PeftConfig:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
 from nanovllm.adapters.folder import CONFIG, check_name, file_of
-from nanovllm.adapters.section import Adapters
+from nanovllm.adapters.section import Adapters, check_free
 from nanovllm.config import ConfigError
 from nanovllm.ipc.client import EngineClient, EngineLostError
 from nanovllm.log import fields
@@ -59,14 +60,16 @@ class RuntimeAdapters:
 
     async def _load(self, request: LoadRequest) -> bytes:
         name, folder, served = request.lora_name, request.lora_path, self._served
-        for field, value in (("lora_name", name), ("lora_path", folder)):
+        taken = {*served.names, *served.paths}
+        for field, check in (
+            ("lora_name", partial(check_name, name)),
+            ("lora_path", partial(check_name, folder)),
+            ("lora_name", partial(check_free, name, taken, "use another one")),
+        ):
             try:
-                check_name(value)
+                check()
             except ConfigError as error:
                 raise invalid(f"{field}: {error}", field) from None
-        if name in {*served.names, *served.paths}:
-            text = f"lora_name: the adapter {name!r} has the model's name; use another one"
-            raise invalid(text, "lora_name")
         try:
             await asyncio.to_thread(file_of, self._folder, folder, CONFIG)
         except ConfigError as error:
