@@ -12,7 +12,7 @@ of parts depends on host values only. kernels.invariant never divides keys.
 from __future__ import annotations
 
 import math
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +64,7 @@ def division_of(
     return fastest(num_tiles, triton.cdiv(max_length, block_tokens(k_PSGA)), num_processors)
 
 
-@cache  # called in each layer
+@lru_cache(maxsize=64)  # called in each layer of a step; contexts have many sizes
 def fastest(num_tiles: int, num_blocks: int, num_processors: int) -> Division:
     """Return the division with the least time."""
 
