@@ -149,7 +149,8 @@ class Skinny:
 class Fp8:
     """More rows of an fp8 weight. The norm before it quantises its rows.
 
-    With a gate it returns Quantised rows. Few rows have a gate only if no kernel is for few rows.
+    With a gate it returns Quantised rows. Up to FEW_ROWS rows have no gate here if the kernels
+    include one for few rows.
     """
 
     kernels: Fp8Linear

@@ -33,7 +33,7 @@ def test_two_ranks_give_the_bits_of_a_request_alone(family: str) -> None:
         together = choices(server, questions[::-1])[::-1]
     for nth, one in enumerate(alone):
         assert one["logprobs"]["content"] == together[nth]["logprobs"]["content"], nth
-    assert len({str(one) for one in alone}) == NUM_COMPARED  # so they do not depend on the rank
+    assert len({str(one) for one in alone}) == NUM_COMPARED  # each has an answer of its own
 
 
 def question(nth: int) -> dict[str, Any]:
