@@ -34,6 +34,7 @@ from nanovllm.transfer.page_client import ReaderLimits
 from nanovllm.transfer.remote_pages import RemotePages
 from tests.gpu.serving import SMALL, serving
 from tests.gpu.test_transfer import QWEN3_8B
+from tests.runner.test_nixl import needs_nixl
 
 SECRET = "the secret of these tests"
 COUNT = 64  # pages of a transfer: 8,192 tokens of Qwen3-8B, 1.2 GB
@@ -47,7 +48,7 @@ FREED = 2 << 30  # bytes of P's cache that are free after its death, at the leas
 BUSY_CYCLES = 2_000_000_000  # a second of the device
 CHAT = "/v1/chat/completions"
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
-FLOAT32 = (*SMALL, "--set", "dtype=float32", "--set", "transfer.backend=cuda_ipc")
+FLOAT32 = (*SMALL, "--set", "dtype=float32")
 PLACES = [
     pytest.param((0, 0), id="one GPU"),
     pytest.param(
@@ -259,15 +260,17 @@ def answer_of(found: Any) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("places", PLACES)
-def test_two_servers_answer_as_one_does(places: tuple[int, int]) -> None:
+@pytest.mark.parametrize("backend", ["cuda_ipc", pytest.param("nixl", marks=needs_nixl)])
+def test_two_servers_answer_as_one_does(backend: str, places: tuple[int, int]) -> None:
     """Each server sees its own GPU only."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         address = f"127.0.0.1:{sock.getsockname()[1]}"
     of_p, of_d = (
         {"NANOVLLM_TRANSFER_SECRET": SECRET, "CUDA_VISIBLE_DEVICES": str(index)} for index in places
     )
-    to_p = ("--role", "prefill", "--set", f"transfer.listen={address}")
-    to_d = ("--role", "decode", "--set", f"transfer.peers=[{address}]")
+    own = f"transfer.backend={backend}"
+    to_p = ("--role", "prefill", "--set", f"transfer.listen={address}", "--set", own)
+    to_d = ("--role", "decode", "--set", f"transfer.peers=[{address}]", "--set", own)
     with (
         serving(*FLOAT32, *to_p, environment=of_p) as p,
         serving(*FLOAT32, *to_d, "--set", "cache.host_gib=0.2", environment=of_d) as d,
