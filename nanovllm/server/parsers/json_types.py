@@ -11,7 +11,7 @@ from nanovllm.server.parsers.base import Source
 from nanovllm.server.parsers.json_value import BLANKS, value
 
 Types = frozenset[str]
-ANY = frozenset({"string", "null", "boolean", "number", "object", "array"})
+ANY = frozenset({"string", "null", "boolean", "integer", "number", "object", "array"})
 STRING = frozenset({"string"})
 quoted = json.JSONEncoder(ensure_ascii=False).encode  # encodes a string; created once for speed
 MAX_DEPTH = 20  # of references and unions
@@ -122,10 +122,11 @@ def _types(schema: object, root: object, depth: int) -> Types:
     named = schema.get("type")
     if named is not None:
         names = named if isinstance(named, list) else [named]
-        return frozenset("number" if name == "integer" else str(name) for name in names)
+        types = frozenset(map(str, names))
+        return types | {"integer"} if "number" in types else types
     if "const" in schema or isinstance(schema.get("enum"), list):
         values = [schema["const"]] if "const" in schema else schema["enum"]
-        return frozenset(json_type(value) for value in values)
+        return frozenset(map(json_type, values))
     if isinstance(reference := schema.get("$ref"), str):
         return _types(pointed(reference, root), root, depth - 1)
     for union in ("anyOf", "oneOf", "allOf"):
@@ -149,10 +150,11 @@ def pointed(reference: str, root: object) -> Any:  # noqa: ANN401 - any JSON
 
 
 def json_type(value: object) -> str:
+    """Return the narrowest type. An integer may have a fraction of 0."""
     if isinstance(value, bool):
         return "boolean"
     if isinstance(value, int | float):
-        return "number"
+        return "integer" if value % 1 == 0 else "number"
     names = {str: "string", dict: "object", list: "array", type(None): "null"}
     return names[type(value)]
 
