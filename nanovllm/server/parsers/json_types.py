@@ -62,6 +62,13 @@ def as_json(text: str, types: Types) -> str:
     return quoted(text)
 
 
+def words_of(schema: object, name: str) -> dict[str, bool | None]:
+    """Return the words of Python that are read as values of a parameter, with these values."""
+    types = types_of(schema, name)
+    words: dict[str, bool | None] = {str(value): value for value in (True, False, None)}
+    return {word: value for word, value in words.items() if as_json(word, types) != quoted(word)}
+
+
 def _parsed_type(text: str) -> str:
     """Return the type of a text that is JSON, "" if it is not."""
     try:
