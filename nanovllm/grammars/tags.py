@@ -2,7 +2,7 @@
 
 Parameters are one element each, in the order of the schema. Strings are written as raw text, all
 other values as JSON. Some templates write Python's True, False and None in calls of the history. A
-named parameter may then have these words as values, too, if the parser reads them so.
+parameter may then have these words as values, too, if the parser reads them so.
 
 Decision: the styles of xgrammar 0.2.8 are not used. They allow white space around values, which
 these models do not write.
@@ -25,7 +25,6 @@ from nanovllm.grammars.schema import MAX_SPACE, OBJECT, Grammar, read
 
 Format = dict[str, Any]
 ANY_TEXT: Format = {"type": "any_text"}
-NO_WORDS: Mapping[str, bool | None] = {}
 NO_STRING = {"type": ["null", "boolean", "number", "object", "array"]}
 
 
@@ -68,12 +67,13 @@ class Parameters:
         where: str,
         exact: bool,
         spell: Callable[[str], list[Format]] = lambda text: [constant(text)],
-        words_of: Callable[[str], Mapping[str, bool | None]] = lambda _: {},
+        words_of: Callable[[str | None], Mapping[str, bool | None]] = lambda _: {},
     ) -> None:
         """`syntax`: the text before and after a parameter, with NAME for its name.
 
         `names`: the names that the model can write. `spell` returns the formats of a text that may
-        have markers. `words_of` returns the words other than JSON's for values of a parameter.
+        have markers. `words_of` returns the words other than JSON's for values of a parameter, or
+        of all that the schema does not name for None.
         """
         self._before, self._after = syntax
         self._spell = spell
@@ -120,7 +120,7 @@ class Parameters:
 
     def _more(self, names: Dfa, conj: Conj) -> Format:
         """Return the format for any number of unnamed parameters."""
-        value = self._value(conj)
+        value = self._value(conj, self._words_of(None))
         if value is None:
             return constant("")
         begin, end = self._before.split("NAME")
@@ -134,7 +134,7 @@ class Parameters:
         )
         return {"type": "star", "content": element}
 
-    def _value(self, conj: Conj, words: Mapping[str, bool | None] = NO_WORDS) -> Format | None:
+    def _value(self, conj: Conj, words: Mapping[str, bool | None]) -> Format | None:
         """Return the format of a parameter's value, or None if no value is allowed.
 
         `words` are other texts of values, which count only if the schema allows these.

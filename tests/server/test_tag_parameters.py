@@ -130,3 +130,31 @@ def test_words_of_python_are_text_where_the_parser_reads_a_string() -> None:
         output = FAMILIES["qwen3_coder"](("f", json.dumps({"x": word})))
         events = said(output, family="qwen3_coder", **fields)
         assert json.loads(events[-1].text) == {"x": value}
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"additionalProperties": {"type": ["boolean", "null"]}}, {"True": True, "None": None}),
+        ({"patternProperties": {"^x": {"type": "boolean"}}}, {"False": False}),
+        ({"additionalProperties": {"type": "integer"}}, {}),
+        # The parser reads the word as a string, as the other part names the parameter so.
+        (
+            {
+                "additionalProperties": {"type": "boolean"},
+                "anyOf": [{"properties": {"x": {"type": ["string", "boolean"]}}}],
+            },
+            {},
+        ),
+    ],
+)
+def test_words_of_python_for_parameters_without_a_name_in_the_schema(schema, words) -> None:
+    parameters = {"type": "object", "properties": {"s": {"type": "string"}}, **schema}
+    fields = {"tools": [tool("f", parameters)], "tool_choice": "required", "turn": OVER}
+    fields |= {"family": "qwen3_coder"}
+    for word in ("True", "False", "None"):
+        output = FAMILIES["qwen3_coder"](("f", json.dumps({"x": word})))
+        if word in words:
+            assert json.loads(said(output, **fields)[-1].text) == {"x": words[word]}
+        elif not words:
+            assert not allows(output, **fields)

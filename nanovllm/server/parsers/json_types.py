@@ -17,8 +17,11 @@ quoted = json.JSONEncoder(ensure_ascii=False).encode  # encodes a string; create
 MAX_DEPTH = 20  # of references and unions
 
 
-def types_of(schema: object, name: str) -> Types:
-    """Return the types of one parameter. A parameter that no schema describes is a string."""
+def types_of(schema: object, name: str | None) -> Types:
+    """Return the types of one parameter, or of those without a name in the schema for None.
+
+    A parameter that no schema describes is a string.
+    """
     parts = _applied(schema)
     schemas = [
         part["properties"][name] for part in parts if name in _mapping(part.get("properties"))
@@ -62,8 +65,14 @@ def as_json(text: str, types: Types) -> str:
     return quoted(text)
 
 
-def words_of(schema: object, name: str) -> dict[str, bool | None]:
-    """Return the words of Python that are read as values of a parameter, with these values."""
+def words_of(schema: object, name: str | None) -> dict[str, bool | None]:
+    """Return the words of Python that are read as values of a parameter, with these values.
+
+    `name` is None for all parameters that the schema does not name. A schema in several parts has
+    no words for them, since another part may name them.
+    """
+    if name is None and len(_applied(schema)) > 1:
+        return {}
     types = types_of(schema, name)
     words: dict[str, bool | None] = {str(value): value for value in (True, False, None)}
     return {word: value for word, value in words.items() if as_json(word, types) != quoted(word)}
