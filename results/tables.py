@@ -8,6 +8,7 @@ A table's source is the comment above it, with one row a line and `|` between ce
     {ID METRIC}            is a metric of a record, with a link to it: {3f2a9c1b tok/s}
     {ID METRIC FORMAT}     formats it in another way: {3f2a9c1b ttft_p50_ms .1f}
     {speedup N}            compares the value before it with that in column N, counted from 0
+    {speedup over ID}      compares it with the same metric of another record
     [text](ID)             links to a record or text
 
 METRIC is a name in the record's metrics, an abbreviation of `SHORT`, or KERNEL: CASE: FIELD of the
@@ -72,7 +73,7 @@ def formatted(value: float, form: str) -> str:
 
 def is_rate(metric: str) -> bool:
     """Return whether more is better. All other metrics that have ratios are times."""
-    return metric.endswith(("_per_s", "tflops"))
+    return bool(re.search(r"_per_s$|tflops$|_per_(?:second|minute)(?:_|$)", metric))
 
 
 class Row:
@@ -101,11 +102,18 @@ class Row:
 
         return VALUE.sub(value, text)
 
-    def _speedup(self, cell: str, column: str) -> float:
-        """Return how many times faster the last value is than the one in a column."""
-        if self.last is None or not column.isdigit() or int(column) not in self.values:
-            raise ConfigError(f"{cell}: no value stands before it, or none in column {column}")
-        (base, base_name), (value, name) = self.values[int(column)], self.last
+    def _speedup(self, cell: str, other: str) -> float:
+        """Return how many times faster the last value is than that of a column or record."""
+        if self.last is None:
+            raise ConfigError(f"{cell}: no value stands before it")
+        value, name = self.last
+        if other.startswith("over "):
+            record = store.record_of(self.records.line(other.removeprefix("over ")).entry)
+            base, base_name = value_of(record, name), name
+        elif other.isdigit() and int(other) in self.values:
+            base, base_name = self.values[int(other)]
+        else:
+            raise ConfigError(f"{cell}: no value stands in column {other}")
         if is_rate(base_name) != is_rate(name):
             raise ConfigError(f"{cell}: {base_name} and {name} have no ratio")
         return value / base if is_rate(name) else base / value

@@ -45,7 +45,8 @@ class Batch:
     decode_width: int  # maximum tokens of a decode row; 1 without drafts
     max_new: int  # maximum tokens of any row
     max_length: int  # upper bound of lengths_R, on the host
-    planned: Sequence[Chunk] = ()  # the chunks; empty in a padding step
+    planned: Sequence[Chunk] = ()  # the chunks; empty in a padding step and for a draft model
+    is_draft: bool = False  # rows of a draft model, whose chunks only the device knows
     # For recurrent states: parts_X and targets_X of the chunks, as mix_rows takes them.
     state_parts: tuple[Tensor | None, Tensor | None] = (None, None)
 

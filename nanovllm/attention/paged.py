@@ -96,13 +96,14 @@ class ChunksAttend:
     def __init__(self, batch: Batch, whole: Attend | None = None) -> None:
         self.batch, self.whole = batch, whole
         ends = [chunk.start + chunk.num_tokens for chunk in batch.planned]
-        self.longest = max(ends, default=0)  # 0: a padding step, or rows of a draft model
+        self.longest = max(ends, default=0)  # 0: not known
+        self.is_padding = not batch.planned and not batch.is_draft
 
     def __call__(self, cache: PagedKV, q_THA: Tensor, out_THA: Tensor | None = None) -> Tensor:
         batch, whole, parts = self.batch, self.whole, 1
-        if self.longest == 0:
+        if self.is_padding:
             self.warm_up(cache, q_THA)
-        else:
+        elif self.longest:
             division = division_of(
                 q_THA.shape[1],
                 cache.k_PSGA,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import reduce
 
@@ -92,11 +93,12 @@ class Grammar:
         self._texts: dict[String, str] = {}
         self._waiting: deque[Conj] = deque()
 
-    def text(self, conj: Conj) -> str | None:
-        """Return the grammar, or None if nothing matches."""
+    def text(self, conj: Conj, words: Iterable[str] = ()) -> str | None:
+        """Return the grammar of the schemas and of `words`, or None if nothing matches."""
         root = self.value(conj)
-        if root == "any":
-            root = self.rules.add("value", [("any",)])
+        others = [(f'"{word}"',) for word in words]
+        if root == "any" or others:
+            root = self.rules.add("value", [(root,), *others])
         try:
             while self._waiting:
                 self._write(self._waiting.popleft())

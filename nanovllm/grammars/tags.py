@@ -1,7 +1,8 @@
 """Formats of xgrammar's structural tags, and a function's parameters as XML in them.
 
 Parameters are one element each, in the order of the schema. Strings are written as raw text, all
-other values as JSON.
+other values as JSON. Some templates write Python's True, False and None in calls of the history. A
+parameter may then have these words as values, too, if the parser reads them so.
 
 Decision: the styles of xgrammar 0.2.8 are not used. They allow white space around values, which
 these models do not write.
@@ -10,7 +11,7 @@ these models do not write.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanovllm.grammars import texts
@@ -66,14 +67,17 @@ class Parameters:
         where: str,
         exact: bool,
         spell: Callable[[str], list[Format]] = lambda text: [constant(text)],
+        words_of: Callable[[str | None], Mapping[str, bool | None]] = lambda _: {},
     ) -> None:
         """`syntax`: the text before and after a parameter, with NAME for its name.
 
         `names`: the names that the model can write. `spell` returns the formats of a text that may
-        have markers.
+        have markers. `words_of` returns the words other than JSON's for values of a parameter, or
+        of all that the schema does not name for None.
         """
         self._before, self._after = syntax
         self._spell = spell
+        self._words_of = words_of
         self._names = names
         self._where = where
         self._reader = read(schema, where, exact=exact)
@@ -100,7 +104,7 @@ class Parameters:
             self._reader.inexact("#", "'minProperties' or 'maxProperties' of parameters")
         members = []
         for name, conj, is_required in parts:
-            value = self._value(conj)
+            value = self._value(conj, self._words_of(name))
             if value is None and is_required:
                 return None
             if value is None:
@@ -116,7 +120,7 @@ class Parameters:
 
     def _more(self, names: Dfa, conj: Conj) -> Format:
         """Return the format for any number of unnamed parameters."""
-        value = self._value(conj)
+        value = self._value(conj, self._words_of(None))
         if value is None:
             return constant("")
         begin, end = self._before.split("NAME")
@@ -130,8 +134,11 @@ class Parameters:
         )
         return {"type": "star", "content": element}
 
-    def _value(self, conj: Conj) -> Format | None:
-        """Return the format of a parameter's value, or None if no value is allowed."""
+    def _value(self, conj: Conj, words: Mapping[str, bool | None]) -> Format | None:
+        """Return the format of a parameter's value, or None if no value is allowed.
+
+        `words` are other texts of values, which count only if the schema allows these.
+        """
         alternatives = self._reader.settled(conj)
         forms: list[Format] = []
         if any(facts.text == String() for facts in alternatives):
@@ -139,7 +146,11 @@ class Parameters:
         else:
             forms += [form for facts in alternatives if facts.text
                       if (form := self._text(facts.text, self._reader.path(conj)))]  # fmt: skip
-        others = Grammar(self._reader, MAX_SPACE).text(conj + self._reader.conj(NO_STRING, "#"))
+        values: set[bool | None] = {value for facts in alternatives for value in facts.booleans}
+        values |= {None for facts in alternatives if facts.null}
+        allowed = [word for word, value in words.items() if value in values]
+        conj += self._reader.conj(NO_STRING, "#")
+        others = Grammar(self._reader, MAX_SPACE).text(conj, allowed)
         if others is not None:
             forms.append(grammar(others))
         return either(*forms) if forms else None

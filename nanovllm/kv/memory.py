@@ -25,8 +25,9 @@ computes one token. The copy is needed because the owner goes on writing to its 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nanovllm.kv.keys import Key, PageKeys
@@ -45,8 +46,8 @@ class Holding:
     keys: PageKeys
     pages: list[int]
     num_named: int
-    num_fetched: int = 0  # of these, pages that came from the tier below host memory
-    fetched_from: Source = "disk"
+    # Of these, the numbers of pages that came from below host memory.
+    num_fetched: Counter[Source] = field(default_factory=Counter)
 
 
 class Found(NamedTuple):

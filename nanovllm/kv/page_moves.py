@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from nanovllm.kv.keys import Key
 from nanovllm.plan import Copies
 
-Source: TypeAlias = Literal["disk", "peer"]  # of fetched pages; peer: another engine
+Source: TypeAlias = Literal["disk", "peer"]  # of a fetched page; peer: another engine
 
 
 @dataclass(slots=True)
@@ -34,7 +35,17 @@ class PageLoad:
     state: dict[Key, int] = field(default_factory=dict)  # slots for the parts of a recurrent state
     state_to: int = -1  # checkpoint that they are copied to
     is_void: bool = False  # a key was invalidated since its start
-    source: Source = "disk"  # of the fetched pages; "peer" if other engines have some of them
+    remote: frozenset[Key] = frozenset()  # of the fetched keys, those that other engines have
+
+    @property
+    def source(self) -> Source:
+        """Return "peer" if other engines have a part of what is fetched."""
+        return "peer" if self.remote else "disk"
+
+    @property
+    def num_by_source(self) -> Counter[Source]:
+        """Return the numbers of fetched pages by their source."""
+        return Counter("peer" if key in self.remote else "disk" for key in self.fetched)
 
     def copies(self, ticket: int) -> Copies:
         """Return what the device does for it."""

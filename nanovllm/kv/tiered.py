@@ -135,20 +135,19 @@ class TieredMemory(KVMemory):
         elif ok:
             holding = self._holdings[load.request_id]
             holding.num_named += len(load.pages)
-            holding.num_fetched = len(load.fetched)
-            holding.fetched_from = load.source
+            holding.num_fetched = load.num_by_source
         return load.request_id, ok
 
     def started(self, request_id: int, num_prompt: int, num_cached: int, num_loaded: int) -> None:
         """Count the prompt's hits by tier. They and the computed tokens are all of the prompt."""
         counts = self.tier.counts
         holding = self._holdings[request_id]
-        fetched = holding.num_fetched * self.page_tokens
         counts["asked_tokens"] += num_prompt
         counts["gpu.hit_tokens"] += num_cached - num_loaded
-        counts["host.hit_tokens"] += num_loaded - fetched
-        if fetched:
-            counts[f"{holding.fetched_from}.hit_tokens"] += fetched
+        num_fetched = holding.num_fetched
+        counts["host.hit_tokens"] += num_loaded - num_fetched.total() * self.page_tokens
+        for source, num_pages in num_fetched.items():
+            counts[f"{source}.hit_tokens"] += num_pages * self.page_tokens
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         self.tier.costs.computed(num_tokens, seconds)

@@ -125,6 +125,9 @@ class HostTier:
             return False
         return below.holds(key)
 
+    def _is_remote(self, key: Key) -> bool:
+        return self.below is not None and self.below.has_remote([key])
+
     @property
     def disk(self) -> Below | None:
         """The disk, to which pages are written."""
@@ -301,7 +304,7 @@ class HostTier:
             fetched=fetched,
             state=state,
             state_to=state_to,
-            source="peer" if self.below and self.below.has_remote([*fetched, *state]) else "disk",
+            remote=frozenset(key for key in (*fetched, *state) if self._is_remote(key)),
         )
         self._moves.loads.append(load.copies(self._ticket))
         return self._ticket
@@ -328,8 +331,8 @@ class HostTier:
         self._moves.ended.append(ticket)
         if ok:
             self.counts["host.loaded"] += len(own)
-            if load.fetched:
-                self.counts[f"{load.source}.loaded"] += len(load.fetched)
+            for source, num_pages in load.num_by_source.items():
+                self.counts[f"{source}.loaded"] += num_pages
         elif load.fetched or load.state:
             self.counts[f"{load.source}.failed"] += 1
         else:

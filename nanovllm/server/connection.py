@@ -106,6 +106,8 @@ class Connection(HttpToolsProtocol):
         self._in_head = False  # between the start of a request and the end of its headers
         self._in_body = False  # between the end of the headers and the end of `self.cycle`'s body
         self._answered: RequestResponseCycle | None = None  # the cycle being answered
+        self._begin = b""  # beginning of a request, until the parser knows its method
+        self._is_unknown = False  # the parser does not have the method of `_begin`
         self._num_headers = 0
         self._head_bytes = 0  # bytes of the first line and of complete headers
         self._fed_bytes = 0  # bytes since the latest complete part of a request, in whole reads
@@ -146,6 +148,11 @@ class Connection(HttpToolsProtocol):
         was_idle = not (self._in_head or self._in_body)
         if was_idle and self._deadline is None:
             self._allow(self._settings.header_timeout_s)
+        if was_idle or self._begin:
+            self._begin = data if was_idle else self._begin + data
+        if self._is_unknown:
+            self._refuse_method()
+            return
         self._has_turned = False
         try:
             self.parser.feed_data(data)
@@ -156,12 +163,10 @@ class Connection(HttpToolsProtocol):
             return
         except httptools.HttpParserError as error:
             cause = error.__context__  # raised in one of our callbacks
-            is_first = was_idle and not self._has_turned  # `data` begins with the refused request
-            if is_first and isinstance(error, httptools.HttpParserInvalidMethodError):
-                invalid = unknown_method(data)
+            if isinstance(error, httptools.HttpParserInvalidMethodError):
+                self._refuse_method()
             else:
-                invalid = not_valid()
-            self._refuse(cause if isinstance(cause, ApiError) else invalid)
+                self._refuse(cause if isinstance(cause, ApiError) else not_valid())
             return
         if self._in_head and self.url and data.endswith(b"\n") and self._has_no_version():
             self._refuse(not_spoken("0.9"))
@@ -181,11 +186,14 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["extensions"] = {EXTENSION: {"transport": self.transport}}
         self._in_head = True
+        if self._has_turned:  # it begins somewhere within the latest read
+            self._begin = b""
         self._num_headers = self._head_bytes = self._fed_bytes = 0
         self._linger_until = None
         self._allow(self._settings.header_timeout_s)
 
     def on_url(self, url: bytes) -> None:
+        self._begin = b""
         self._count(len(url))
         super().on_url(url)
 
@@ -315,6 +323,13 @@ class Connection(HttpToolsProtocol):
             "(server.max_headers)"
         )
         return ApiError(431, text, code="headers_too_large")
+
+    def _refuse_method(self) -> None:
+        """Refuse a method that the parser does not have, once the request line is complete."""
+        error, cycle = unknown_method(self._begin), self.cycle
+        self._is_unknown = error is None
+        if error is not None or (cycle is not None and not cycle.response_complete):
+            self._refuse(error or not_valid())
 
     def _refuse(self, error: ApiError) -> None:
         """Stop reading, and answer open requests in order."""

@@ -19,7 +19,9 @@ AUTHORITY = re.compile(
     rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[\w.~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?"
 )
 CONTINUE = b"100-continue"
-REQUEST_LINE = re.compile(rb"([\w!#$%&'*+.^`|~-]{1,32}) \S+ HTTP/1\.[01]\r?\n")
+METHOD = rb"[\w!#$%&'*+.^`|~-]{1,32}"
+REQUEST_LINE = re.compile(rb"(%b) \S{1,8000} HTTP/1\.[01]\r?\n" % METHOD)
+PART_OF_LINE = re.compile(rb"%b(?: (?:\S{1,8000}(?: (\S*\r?))?)?)?" % METHOD)  # group 1: version
 
 
 def not_spoken(version: str) -> ApiError:
@@ -31,16 +33,22 @@ def not_valid() -> ApiError:
     return ApiError(400, "the request is not valid HTTP", code=CODE)
 
 
-def unknown_method(data: bytes) -> ApiError:
+def unknown_method(begin: bytes) -> ApiError | None:
     """Return the error for a request with a method that the parser does not have.
 
-    `data` begins with the request. A valid line with another method is refused as RFC 9110, 9.1,
-    recommends. Anything else, such as TLS, is not HTTP.
+    A valid line with another method is refused as RFC 9110, 9.1, recommends. Anything else, such as
+    TLS, is not HTTP. `begin` is the beginning of the request. Return None if it may become a valid
+    line, so that the error does not depend on how the network cuts the request.
     """
-    if (line := REQUEST_LINE.match(data)) is None:
-        return not_valid()
-    text = f"the method {line[1].decode('latin-1')} is not supported; use GET or POST"
-    return ApiError(HTTPStatus.NOT_IMPLEMENTED, text, code="method_not_allowed")
+    begin = begin.lstrip(b"\r\n")  # as the parser does
+    if (line := REQUEST_LINE.match(begin)) is not None:
+        text = f"the method {line[1].decode('latin-1')} is not supported; use GET or POST"
+        return ApiError(HTTPStatus.NOT_IMPLEMENTED, text, code="method_not_allowed")
+    if (part := PART_OF_LINE.fullmatch(begin)) is not None:
+        version = part[1] or b""
+        if any(whole.startswith(version) for whole in (b"HTTP/1.0\r", b"HTTP/1.1\r")):
+            return None
+    return not_valid()
 
 
 def check_head(version: str, headers: list[Header]) -> None:

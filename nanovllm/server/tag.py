@@ -37,6 +37,7 @@ from nanovllm.grammars.tags import (
 )
 from nanovllm.server.errors import ApiError, bad_value, misplaced
 from nanovllm.server.parsers.base import KEY_NAME, Syntax
+from nanovllm.server.parsers.json_types import words_of
 from nanovllm.server.parsers.markers import END_THINK, THINK
 from nanovllm.server.protocol import STRUCTURES, ChatRequest
 from nanovllm.server.served import Served
@@ -295,8 +296,13 @@ def arguments(syntax: Syntax, function: ToolSchema, ids: Ids) -> Format:
     if syntax.style == "json":
         text = compiled(function.schema, function.where, exact=function.exact, is_object=True)
         return grammar(text)
-    spell = partial(spelled, ids=ids)
-    return Parameters(syntax.parameter, KEY_NAME, **function._asdict(), spell=spell).form()
+    return Parameters(
+        syntax.parameter,
+        KEY_NAME,
+        **function._asdict(),
+        spell=partial(spelled, ids=ids),
+        words_of=partial(words_of, function.schema) if syntax.has_words else lambda _: {},
+    ).form()
 
 
 def _text(value: Any, where: str) -> str:  # noqa: ANN401

@@ -150,4 +150,5 @@ class ModelDrafter:
             page_table_RM=pages_NM[rows.slots_R, : -(-max_length // size)],
             max_length=max_length,
             planned=(),
+            is_draft=True,
         )

@@ -35,6 +35,7 @@ class Lease:
     last_end: float  # no heartbeat extends the lease beyond it
     state: int = -1  # checkpoint of the state after the pages; -1: the model has none
     done: set[int] = field(default_factory=set)  # shares that have been read
+    reported: set[int] = field(default_factory=set)  # shares whose copied bytes are counted
 
 
 class Leases:
@@ -106,6 +107,15 @@ class Leases:
                 else:
                     lease.expires = max(lease.expires, min(until, lease.last_end))
         return ended
+
+    def takes_report(self, generation: int, share: int) -> bool:
+        """Return True once for each share of a lease, until the lease has ended."""
+        with self._lock:
+            lease = self._held(generation)
+            if lease is None or share in lease.reported:
+                return False
+            lease.reported.add(share)
+            return True
 
     def finish(self, generation: int, end: End, share: int = 0, shares: int = 1) -> Lease | None:
         """End a lease on a message of its reader. Return it; its pages go to the pool.

@@ -75,6 +75,7 @@ class FinishLease(Struct, frozen=True, tag="finish"):
     """Ends a lease of D: at once if it is not wanted, else once all of its `shares` are done.
 
     There is no answer. P does not take part in copies between devices, so D reports their bytes.
+    They count once for each share, and only for a lease that has not ended.
     """
 
     generation: int

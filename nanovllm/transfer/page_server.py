@@ -188,7 +188,8 @@ class PageServer:
                 connection.send(encode(EndedLeases(self._leases.extend(generations))))
             case FinishLease(generation, end, share, shares, copied_bytes):
                 check_share(share, shares)
-                self._count(0, copied_bytes)
+                if copied_bytes and self._leases.takes_report(generation, share):
+                    self._count(0, copied_bytes)
                 lease = self._leases.finish(generation, end, share, shares)
                 if lease is not None:
                     self._source.release(lease)

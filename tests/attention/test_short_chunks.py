@@ -81,6 +81,19 @@ def test_a_padding_step_compiles_the_divided_kernel(monkeypatch: pytest.MonkeyPa
     assert calls.calls == [("divided", 2, WARM_TOKENS), ("whole", 1, 130)]
 
 
+@pytest.mark.parametrize(("has_whole", "expected"), [(True, "whole"), (False, "divided")])
+def test_rows_of_a_draft_model_compile_nothing(
+    has_whole: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have no planned chunks, as in a padding step, but come in each step with prompts."""
+    calls = Calls()
+    monkeypatch.setattr(paged, "paged_prefill", calls.divided)
+    q_THA, cache, batch = make_batch((9000,), (20,), HEADS, 16, torch.bfloat16, CPU)
+    batch = replace(batch, planned=(), is_draft=True)
+    ChunksAttend(batch, calls.whole if has_whole else None)(cache, q_THA)
+    assert calls.calls == [(expected, 1, 20)]
+
+
 def test_the_invariant_order_is_never_divided() -> None:
     q_THA, cache, batch = make_batch((40,), (20,), HEADS, 16, torch.bfloat16, CPU)
     rows = batch.page_table_RM, batch.starts_R1, batch.lengths_R, 20

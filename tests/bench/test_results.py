@@ -266,13 +266,25 @@ def test_numbers_have_three_digits_or_all(value: float, shown: str) -> None:
     assert tables.formatted(value, "") == shown
 
 
+def test_a_ratio_to_another_row(tmp_path: Path) -> None:
+    found = small(tmp_path)
+    one, two = (line.entry.id for line in found.lines[:2])
+    rows = [f"| {{{two} {name}}}, {{speedup over {one} .3f}} |" for name in ("tok/s", "s")]
+    link = f'h200-x1/records.jsonl#L2 "{two}"'
+    shown = tables.table("\n".join(["| a |", *rows]), found).replace(f"({two})", f"({link})")
+    assert shown.splitlines()[2:] == [f"| [250]({link}), 2.500 |", f"| [7.000]({link}), 1.143 |"]
+    rates = "requests_per_minute", "tokens_per_second_of_a_user_p50", "tflops", "tb_per_s"
+    assert all(map(tables.is_rate, rates)) and not tables.is_rate("ttft_p50_ms")
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ("{ID speed}", "a record of Qwen3-0.6B has no speed: output_tokens_per_s, duration_s"),
         ("{00000000 tok/s}", "no record 00000000"),
-        ("{speedup 1}", "no value stands before it, or none in column 1"),
-        ("{ID tok/s} | {speedup x}", "no value stands before it, or none in column x"),
+        ("{speedup 1}", "{speedup 1}: no value stands before it"),
+        ("{ID tok/s} | {speedup x}", "{speedup x}: no value stands in column x"),
+        ("{ID tok/s} | {speedup over 00000000}", "no record 00000000"),
         ("{ID tok/s} | {ID s} | {speedup 0}", "output_tokens_per_s and duration_s have no ratio"),
         ("1 | 2 | 3 | 4", "has 4 cells; 1 in all"),
     ],

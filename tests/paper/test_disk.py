@@ -7,12 +7,14 @@ from collections.abc import Iterable
 
 from nanovllm.kv.hybrid import HybridMemory
 from nanovllm.kv.keys import PageKeys
+from nanovllm.kv.tier_counts import COUNTERS
+from nanovllm.kv.tiered import TieredMemory
 from nanovllm.kv.tiers import HostTier
 from nanovllm.plan import Availability, Moved
 from nanovllm.wire import Abort, FinishReason
 from tests.paper.engine import PaperEngine, generate
 from tests.paper.gpu import POISON
-from tests.paper.test_arriving import A, B, engine_of, right, tiers
+from tests.paper.test_arriving import A, AllBelow, B, engine_of, right, tiers
 
 
 def test_pages_come_back_from_disk() -> None:
@@ -200,3 +202,31 @@ def test_an_aborted_request_does_not_vouch_for_pages_of_another() -> None:
     engine.finish_all()
     assert engine.finish[0] == FinishReason.ERROR and not engine.transfers.disk
     assert tiers(engine)["disk.stored"] == 0  # nor was there any
+
+
+class SomeOfPeers(AllBelow):
+    """A disk with every page, and other engines that have some of them."""
+
+    def __init__(self, remote: set[bytes]) -> None:
+        self.remote = remote
+
+    def has_remote(self, keys: Iterable[bytes]) -> bool:
+        return not self.remote.isdisjoint(keys)
+
+
+def test_pages_of_one_load_are_counted_by_the_tier_of_each() -> None:
+    """Of five pages, host memory has one, other engines have two, and the disk has the rest."""
+    keys = PageKeys(array("i", range(23)), "", 4)
+    tier = HostTier(8, below=SomeOfPeers({keys.full(1), keys.full(3)}))
+    tier.start_store({keys.full(0): 1}, set())
+    tier.end_store(1, ok=True)
+    memory = TieredMemory(9, 4, tier=tier)
+    admitted = memory.admit(1, keys, 0, may_load=True)
+    assert admitted is not None and memory.moved(Moved(admitted.ticket)) == (1, True)
+    memory.started(1, 23, 20, 20)
+    counts = {name: tier.counts[name] for name in COUNTERS if tier.counts[name]}
+    del counts["asked_tokens"], counts["host.stored"]
+    assert counts == {
+        "host.loaded": 1, "host.hit_tokens": 4, "disk.loaded": 2, "disk.hit_tokens": 8,
+        "peer.loaded": 2, "peer.hit_tokens": 8,
+    }  # fmt: skip

@@ -21,10 +21,16 @@ LENGTH = f"Content-Length: {len(DATA)}"
 CHUNKS = b"%x\r\n%b\r\n0\r\n\r\n" % (len(DATA), DATA)
 
 
-def sent(api: Api, raw: bytes) -> bytes:
-    """Return all bytes until the server closes. The last request must cause it to."""
+def sent(api: Api, *parts_of_raw: bytes) -> bytes:
+    """Return all bytes until the server closes. The last request must cause it to.
+
+    Parts are sent in segments of their own.
+    """
     with socket.create_connection(("127.0.0.1", httpx.URL(api.url).port), timeout=10) as sock:
-        sock.sendall(raw)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for nth, part in enumerate(parts_of_raw):
+            time.sleep(0.01 * (nth > 0))
+            sock.sendall(part)
         parts = []
         while part := sock.recv(65536):
             parts.append(part)
@@ -115,6 +121,29 @@ def test_a_method_that_is_not_known_is_named(api) -> None:
     }
     two = sent(api, get(HOST) + get(HOST, first="FOO / HTTP/1.1"))  # the first one is answered
     assert two.startswith(b"HTTP/1.1 200 ") and two.count(b"HTTP/1.1 ") == 1
+
+
+CUT = {
+    "after a letter": [b"F", b"OO /x HTTP/1.1\r\n"],
+    "in the method": [b"FO", b"O /x HTTP/1.1\r\n"],
+    "letter by letter": [bytes([byte]) for byte in b"FOO /x HTTP/1.1\r\n"],
+    "after a known method": [b"GET", b"S /x HTTP/1.0\r\n"],
+    "in the address": [b"FOO /", b"x HTTP/1.1\r\n"],
+    "before the end": [b"FOO /x HTTP/1.1\r", b"\n"],
+    "after an empty line": [b"\r\n", b"FOO /x HTTP/1.1\r\n"],
+    "with an empty line": [b"\r\nFOO /x HTTP/1.1\r\n"],
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_an_unknown_method_is_refused_however_its_line_is_cut(api, name) -> None:
+    answer = sent(api, *CUT[name])
+    assert answer.startswith(b"HTTP/1.1 501 ") and answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_line_that_cannot_become_valid_is_refused_at_once(api) -> None:
+    for parts in ([b"FOO /x HTTP/3"], [b"FO", b"O /x HTP"], [b"F:"], [b"FOO  /"], [b"F" * 33]):
+        assert sent(api, *parts).startswith(b"HTTP/1.1 400 "), parts
 
 
 PASSED = {

@@ -18,6 +18,7 @@ from tests.server.test_tag import (
     allows,
     families,
     request,
+    said,
     served,
     tool,
 )
@@ -86,3 +87,74 @@ def test_parameters_in_xml_may_hold_what_ends_a_call(family, text) -> None:
     fields = {"tools": [tool("f", schema)], "tool_choice": "required"}
     output = FAMILIES[family](("f", json.dumps({"s": text})))
     assert allows(output, family=family, turn=OVER, **fields)
+
+
+WORDS = {
+    '{"type": "boolean"}': {"True": True, "False": False},
+    '{"type": "null"}': {"None": None},
+    '{"type": ["integer", "null"]}': {"None": None},
+    '{"anyOf": [{"const": true}, {"type": "null"}]}': {"True": True, "None": None},
+    '{"allOf": [{}, {"$ref": "#/$defs/flag"}]}': {"True": True, "False": False},
+    '{"type": ["string", "boolean"], "enum": ["x", false]}': {},
+    '{"type": "integer"}': {},
+}
+
+
+@pytest.mark.parametrize("schema", WORDS)
+def test_words_of_python_that_a_template_writes_into_calls(schema) -> None:
+    """Qwen3.5's writes them for the values of the history, and JSON inside of objects."""
+    properties = {"x": json.loads(schema), "y": {"type": "array"}}
+    defs = {"flag": {"type": "boolean"}}
+    parameters = {"type": "object", "properties": properties, "$defs": defs}
+    fields = {"tools": [tool("f", parameters)], "tool_choice": "required", "turn": OVER}
+
+    def text(family: str, word: str, inner: str = "") -> str:
+        arguments = {"x": word} | ({"y": inner} if inner else {})
+        return FAMILIES[family](("f", json.dumps(arguments)))
+
+    for word in ("True", "False", "None", "TRUE", "none"):
+        for family in ("minimax_m2", "glm4_7"):
+            assert not allows(text(family, word), family=family, **fields)
+        is_allowed = allows(text("qwen3_coder", word), family="qwen3_coder", **fields)
+        assert is_allowed is (word in WORDS[schema]), word
+    for word, value in WORDS[schema].items():
+        events = said(text("qwen3_coder", word), family="qwen3_coder", **fields)
+        assert json.loads(events[-1].text) == {"x": value}
+        assert not allows(text("qwen3_coder", word, f"[{word}]"), family="qwen3_coder", **fields)
+
+
+def test_words_of_python_are_text_where_the_parser_reads_a_string() -> None:
+    schema = {"type": "object", "properties": {"x": {"type": ["string", "null"]}}}
+    fields = {"tools": [tool("f", schema)], "tool_choice": "required", "turn": OVER}
+    for word, value in {"None": "None", "True": "True", "null": None}.items():
+        output = FAMILIES["qwen3_coder"](("f", json.dumps({"x": word})))
+        events = said(output, family="qwen3_coder", **fields)
+        assert json.loads(events[-1].text) == {"x": value}
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"additionalProperties": {"type": ["boolean", "null"]}}, {"True": True, "None": None}),
+        ({"patternProperties": {"^x": {"type": "boolean"}}}, {"False": False}),
+        ({"additionalProperties": {"type": "integer"}}, {}),
+        # The parser reads the word as a string, as the other part names the parameter so.
+        (
+            {
+                "additionalProperties": {"type": "boolean"},
+                "anyOf": [{"properties": {"x": {"type": ["string", "boolean"]}}}],
+            },
+            {},
+        ),
+    ],
+)
+def test_words_of_python_for_parameters_without_a_name_in_the_schema(schema, words) -> None:
+    parameters = {"type": "object", "properties": {"s": {"type": "string"}}, **schema}
+    fields = {"tools": [tool("f", parameters)], "tool_choice": "required", "turn": OVER}
+    fields |= {"family": "qwen3_coder"}
+    for word in ("True", "False", "None"):
+        output = FAMILIES["qwen3_coder"](("f", json.dumps({"x": word})))
+        if word in words:
+            assert json.loads(said(output, **fields)[-1].text) == {"x": words[word]}
+        elif not words:
+            assert not allows(output, **fields)

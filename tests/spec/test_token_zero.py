@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from nanovllm.attention.base import Attend, AttentionBackend, Batch
 from nanovllm.config import Speculate
 from nanovllm.spec.model_drafter import ModelDrafter
 from nanovllm.wire import Sampling
@@ -40,6 +42,16 @@ def only_zero(state_SX: Tensor) -> Tensor:
     return logits_SV
 
 
+class OnlyDrafts(NamedTuple):
+    """A backend that refuses rows that are not marked as those of a draft model."""
+
+    backend: AttentionBackend
+
+    def bind(self, batch: Batch) -> Attend:
+        assert batch.is_draft and not batch.planned
+        return self.backend.bind(batch)
+
+
 def counts_of(engine: WholeEngine, prompts: list[list[int]], sampling: Sampling) -> list[int]:
     """Serve the prompts, and return the numbers of drafted and of accepted tokens."""
     for name, prompt in enumerate(prompts):
@@ -60,6 +72,7 @@ def test_zeros_that_a_draft_model_proposes(case: str, tmp_path: Path) -> None:
         drafter = engine.runner.drafter
         assert isinstance(drafter, ModelDrafter)
         drafter.model.logits = only_zero  # type: ignore[method-assign]
+        drafter.backend = OnlyDrafts(drafter.backend)
         return counts_of(engine, prompts, sampling), engine.text
 
     (drafted, accepted), text = served(always(0))

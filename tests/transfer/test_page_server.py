@@ -105,6 +105,19 @@ def test_a_peer_cannot_report_impossible_numbers_of_bytes(p: PrefillEngine) -> N
     assert p.server.counts["bytes"] == 500
 
 
+def test_copied_bytes_count_once_for_each_share_of_a_lease(p: PrefillEngine) -> None:
+    """A lease that was never granted, and one that has ended, count nothing."""
+    generation = p.ticket(1, 2).generation
+    reports = [(generation + 7, 0, 1000), (generation, 0, 100), (generation, 0, 20)]
+    reports += [(generation, 1, 3), (generation, 1, 4000)]
+    with connected_to(p) as (connection, _):
+        for number, share, count in reports:
+            message = FinishLease(number, "done", share=share, shares=2, copied_bytes=count)
+            connection.send(encode(message))
+        eventually(lambda: p.leases.counts["late"] == 2)
+    assert p.server.counts["bytes"] == 103 and p.leases.counts["done"] == 1
+
+
 class LateLock:
     """A lock that the accepting thread gets only after `going` has been set."""
 

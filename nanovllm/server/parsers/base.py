@@ -79,6 +79,7 @@ class Syntax(Struct, frozen=True):
     is_single: bool = False  # a turn has at most one call
     style: str = "json"  # of the arguments
     parameter: tuple[str, str] = ("", "")  # before and after a parameter in XML
+    has_words: bool = False  # templates write True, False and None for values of parameters
 
 
 class Mends(Struct, frozen=True):

@@ -11,14 +11,17 @@ from nanovllm.server.parsers.base import Source
 from nanovllm.server.parsers.json_value import BLANKS, value
 
 Types = frozenset[str]
-ANY = frozenset({"string", "null", "boolean", "number", "object", "array"})
+ANY = frozenset({"string", "null", "boolean", "integer", "number", "object", "array"})
 STRING = frozenset({"string"})
 quoted = json.JSONEncoder(ensure_ascii=False).encode  # encodes a string; created once for speed
 MAX_DEPTH = 20  # of references and unions
 
 
-def types_of(schema: object, name: str) -> Types:
-    """Return the types of one parameter. A parameter that no schema describes is a string."""
+def types_of(schema: object, name: str | None) -> Types:
+    """Return the types of one parameter, or of those without a name in the schema for None.
+
+    A parameter that no schema describes is a string.
+    """
     parts = _applied(schema)
     schemas = [
         part["properties"][name] for part in parts if name in _mapping(part.get("properties"))
@@ -60,6 +63,19 @@ def as_json(text: str, types: Types) -> str:
         if parsed_type:
             return stripped  # of a wrong type, which the function must refuse
     return quoted(text)
+
+
+def words_of(schema: object, name: str | None) -> dict[str, bool | None]:
+    """Return the words of Python that are read as values of a parameter, with these values.
+
+    `name` is None for all parameters that the schema does not name. A schema in several parts has
+    no words for them, since another part may name them.
+    """
+    if name is None and len(_applied(schema)) > 1:
+        return {}
+    types = types_of(schema, name)
+    words: dict[str, bool | None] = {str(value): value for value in (True, False, None)}
+    return {word: value for word, value in words.items() if as_json(word, types) != quoted(word)}
 
 
 def _parsed_type(text: str) -> str:
@@ -122,10 +138,11 @@ def _types(schema: object, root: object, depth: int) -> Types:
     named = schema.get("type")
     if named is not None:
         names = named if isinstance(named, list) else [named]
-        return frozenset("number" if name == "integer" else str(name) for name in names)
+        types = frozenset(map(str, names))
+        return types | {"integer"} if "number" in types else types
     if "const" in schema or isinstance(schema.get("enum"), list):
         values = [schema["const"]] if "const" in schema else schema["enum"]
-        return frozenset(json_type(value) for value in values)
+        return frozenset(map(json_type, values))
     if isinstance(reference := schema.get("$ref"), str):
         return _types(pointed(reference, root), root, depth - 1)
     for union in ("anyOf", "oneOf", "allOf"):
@@ -149,10 +166,11 @@ def pointed(reference: str, root: object) -> Any:  # noqa: ANN401 - any JSON
 
 
 def json_type(value: object) -> str:
+    """Return the narrowest type. An integer may have a fraction of 0."""
     if isinstance(value, bool):
         return "boolean"
     if isinstance(value, int | float):
-        return "number"
+        return "integer" if value % 1 == 0 else "number"
     names = {str: "string", dict: "object", list: "array", type(None): "null"}
     return names[type(value)]
 

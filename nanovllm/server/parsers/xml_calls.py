@@ -104,6 +104,7 @@ QWEN3_CODER = Family(
         (f"{TOOL_CALL}\n{FUNCTION}NAME>\n", f"{END_FUNCTION}\n{END_TOOL_CALL}"),
         style="qwen_xml",
         parameter=("<parameter=NAME>\n", "\n</parameter>\n"),
+        has_words=True,
     ),
     read_calls=read_coder,
     mends=Mends(CODER.call[0], read_bare_coder, mend_coder),

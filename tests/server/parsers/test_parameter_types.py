@@ -9,21 +9,21 @@ import pytest
 from nanovllm.server.parsers.json_types import ANY, STRING, as_json, names_of, types_of
 from tests.server.parsers.test_families import call, coder, parameter, seen
 
-INTEGER, NUMBER = {"type": "integer"}, frozenset({"number"})
+INTEGER, WHOLE = {"type": "integer"}, frozenset({"integer"})
 NAMED = {"properties": {"x": INTEGER}}
 
 
 @pytest.mark.parametrize(
     ("schema", "types"),
     [
-        ({"additionalProperties": INTEGER}, NUMBER),
-        ({"patternProperties": {"^x": INTEGER}, "additionalProperties": False}, NUMBER),
+        ({"additionalProperties": INTEGER}, WHOLE),
+        ({"patternProperties": {"^x": INTEGER}, "additionalProperties": False}, WHOLE),
         ({"properties": {"x": {"type": "boolean"}}, "additionalProperties": INTEGER}, {"boolean"}),
-        ({"$ref": "#/$defs/N", "$defs": {"N": NAMED}}, NUMBER),
-        ({"allOf": [{"type": "object"}, NAMED]}, NUMBER),
-        ({"anyOf": [NAMED, {"properties": {"x": {"type": "string"}}}]}, NUMBER | STRING),
-        ({"oneOf": [{"properties": {"y": {"type": "string"}}}, NAMED]}, NUMBER),
-        ({"$ref": "#", **NAMED}, NUMBER),
+        ({"$ref": "#/$defs/N", "$defs": {"N": NAMED}}, WHOLE),
+        ({"allOf": [{"type": "object"}, NAMED]}, WHOLE),
+        ({"anyOf": [NAMED, {"properties": {"x": {"type": "string"}}}]}, WHOLE | STRING),
+        ({"oneOf": [{"properties": {"y": {"type": "string"}}}, NAMED]}, WHOLE),
+        ({"$ref": "#", **NAMED}, WHOLE),
         ({"properties": {"x": {}}, "additionalProperties": INTEGER}, ANY),
         ({"additionalProperties": {"not": {"type": "string"}}}, ANY),
         ({"additionalProperties": {}}, STRING),
@@ -49,11 +49,28 @@ def test_the_types_of_a_parameter_follow_every_part_of_the_schema(schema, types)
         ('{"a": 1,}', {"object"}, r'"{\"a\": 1,}"'),
         ("[" * 150 + "]" * 150, {"array"}, "[" * 150 + "]" * 150),
         ("None", {"null"}, "null"),
+        ("1.50", {"integer", "string"}, '"1.50"'),  # not an integer, so it is a string
+        ("5.0", {"integer", "string"}, "5.0"),
+        ("1.50", {"integer"}, "1.50"),
+        ("1.50", {"integer", "number", "string"}, "1.50"),
     ],
 )
 def test_objects_and_arrays_are_corrected_as_in_json_calls(text, types, expected) -> None:
     assert as_json(text, frozenset(types)) == expected
     json.loads(expected)
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": "number"}, {"integer", "number"}),
+        ({"type": ["integer", "null"]}, {"integer", "null"}),
+        ({"enum": [1.5, "2"]}, {"number", "string"}),
+        ({"enum": [2.0, None]}, {"integer", "null"}),
+    ],
+)
+def test_integers_are_a_type_of_their_own(schema, types) -> None:
+    assert types_of({"properties": {"x": schema}}, "x") == types
 
 
 @pytest.mark.parametrize("kind", ["null", ["null"]])
@@ -66,5 +83,5 @@ def test_a_client_may_chain_references() -> None:
     """Neither the depth of combined schemas nor their number is limited by recursion."""
     chain = {f"S{n}": {"$ref": f"#/$defs/S{n + 1}"} for n in range(3000)}
     schema = {"$ref": "#/$defs/S0", "$defs": chain | {"S3000": NAMED}}
-    assert types_of(schema, "x") == NUMBER and [*names_of(schema)] == ["x"]
+    assert types_of(schema, "x") == WHOLE and [*names_of(schema)] == ["x"]
     assert types_of({**schema, "anyOf": [schema, {"$ref": "#"}]}, "y") == STRING
