@@ -48,6 +48,7 @@ from nanovllm.watch import TICK_S, Child, StartingChildren, ending, endings
 
 log = logging.getLogger("serve")
 LAST_WORDS_S = 5.0  # time for API processes without an engine to answer their clients and exit
+EXIT_S = 0.01  # between a process closing its files and having its exit status
 MOST_SOCKET_PATH = 107  # maximum bytes of a Unix socket's path
 
 
@@ -337,7 +338,8 @@ def stop(processes: Sequence[BaseProcess], grace_s: float, fleet: Fleet | None =
     while time.monotonic() < deadline and any(process.exitcode is None for process in processes):
         if fleet is not None and fleet.lost(restarts=False):
             deadline = min(deadline, time.monotonic() + LAST_WORDS_S)
-        time.sleep(TICK_S)
+        wait([process.sentinel for process in processes if process.exitcode is None], TICK_S)
+        time.sleep(EXIT_S)
     for process in processes:
         process.kill()
         process.join()
