@@ -26,7 +26,7 @@ from nanovllm.bench.workload import Workload
 from nanovllm.config import ConfigError, load_config
 from nanovllm.server.main import MOST_FILES
 from tests.bench.test_online import free_port, no_bar
-from tests.end_to_end.demo_server import Server, start
+from tests.end_to_end.demo_server import Server, has_left, start
 from tests.server.serving import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def ask(url: str, **more: Any) -> httpx.Response:
 
 
 def all_leave(server: Server, before: dict[int, str]) -> None:
-    eventually(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in before), 15)
+    eventually(lambda: all(map(has_left, before)), 15)
 
 
 # -- readers of the log ------------------------------------------------------------------------
@@ -209,6 +209,9 @@ class Deaf:
     """A process that ignores SIGTERM and ends when it is killed."""
 
     exitcode: int | None = None
+
+    def __init__(self) -> None:
+        self.sentinel, self._end = socket.socketpair()  # readable after its end
 
     def terminate(self) -> None: ...
 

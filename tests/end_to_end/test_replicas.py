@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from nanovllm.bench.report import by_label, samples_of
-from tests.end_to_end.demo_server import Server, asked, start
+from tests.end_to_end.demo_server import Server, asked, has_left, start
 from tests.server.serving import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def test_two_paper_engines_share_requests_and_metrics_tell_them_apart(paper: Ser
     assert models[0]["id"] == "demo"
     children = paper.children()
     assert paper.stop() == 0
-    eventually(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in children), 5)
+    eventually(lambda: all(map(has_left, children)), 5)
 
 
 def test_two_engines_say_what_one_says() -> None:
@@ -229,7 +229,7 @@ def test_without_any_engine_health_says_so_until_one_is_back() -> None:
         children |= set(server.children())
         os.kill(other, signal.SIGKILL)
         assert server.process.wait(30) == 1
-        eventually(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in children), 15)
+        eventually(lambda: all(map(has_left, children)), 15)
     finally:
         server.process.kill()
 
