@@ -166,9 +166,11 @@ def test_a_signal_to_all_processes_ends_the_start_without_a_word(
 
 def test_the_log_says_who_ended_and_how() -> None:
     server = start(*FAST)
-    engine = next(pid for pid, name in names_of(server).items() if name == "nanovllm-engine")
+    children = names_of(server)
+    engine = next(pid for pid, name in children.items() if name == "nanovllm-engine")
     os.kill(engine, signal.SIGKILL)
     assert server.process.wait(20) == 1
+    eventually(lambda: all(map(has_left, children)), 15)
     said = "error serve nanovllm-engine ended by SIGKILL (9); out of memory?; stopping"
     eventually(lambda: any(said in line for line in server.lines), 10)
 
