@@ -48,6 +48,7 @@ from nanovllm.watch import TICK_S, Child, StartingChildren, ending, endings
 
 log = logging.getLogger("serve")
 LAST_WORDS_S = 5.0  # time for API processes without an engine to answer their clients and exit
+EXIT_S = 0.01  # between a process closing its files and having its exit status
 MOST_SOCKET_PATH = 107  # maximum bytes of a Unix socket's path
 
 
@@ -333,11 +334,17 @@ def stop(processes: Sequence[BaseProcess], grace_s: float, fleet: Fleet | None =
     """End processes within `grace_s` seconds, or LAST_WORDS_S after the fleet's last engine."""
     for process in processes:
         process.terminate()
-    deadline = time.monotonic() + grace_s
-    while time.monotonic() < deadline and any(process.exitcode is None for process in processes):
-        if fleet is not None and fleet.lost(restarts=False):
-            deadline = min(deadline, time.monotonic() + LAST_WORDS_S)
-        time.sleep(TICK_S)
+    turn_at = time.monotonic()
+    deadline = turn_at + grace_s
+    while (now := time.monotonic()) < deadline:
+        if not (sentinels := [one.sentinel for one in processes if one.exitcode is None]):
+            break
+        if fleet is not None and now >= turn_at:
+            turn_at = now + TICK_S
+            if fleet.lost(restarts=False):
+                deadline = min(deadline, now + LAST_WORDS_S)
+        wait(sentinels, TICK_S)
+        time.sleep(EXIT_S)
     for process in processes:
         process.kill()
         process.join()

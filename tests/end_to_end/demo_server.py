@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -11,6 +12,7 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -72,19 +74,38 @@ class Server:
                 os.kill(pid, signal.SIGABRT)
 
 
+def has_left(pid: int) -> bool:
+    """Return True if a process has ended. It may not have been reaped, if its parent ended."""
+    try:
+        return not Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return True
+
+
 def asked(text: str, **more: Any) -> dict[str, Any]:
     """Return the arguments of a chat completion for the openai client."""
     return {"model": "demo", "messages": [{"role": "user", "content": text}], **more}
 
 
+def command_of(*arguments: str, constants: dict[str, float] | None = None) -> list[str]:
+    """Return the command of a server on a free port. `constants`: those changed, by full name."""
+    changed = ["nanovllm"]
+    if constants:
+        changed = ["tests.end_to_end.with_constants", json.dumps(constants)]
+    return [sys.executable, "-m", *changed, "serve", "--port", "0", *arguments]
+
+
 def start(
-    *arguments: str, limit_s: float = 300.0, environment: dict[str, str] | None = None
+    *arguments: str,
+    limit_s: float = 300.0,
+    environment: dict[str, str] | None = None,
+    constants: dict[str, float] | None = None,
 ) -> Server:
     """Start `nanovllm serve` and wait until it is ready.
 
     Raise AssertionError, with the log, if it exits or is not ready in time.
     """
-    command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *arguments]
+    command = command_of(*arguments, constants=constants)
     variables = {**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {})}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, stderr=subprocess.STDOUT, env=variables

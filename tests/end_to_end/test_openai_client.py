@@ -25,7 +25,7 @@ from tests.clients.questions import (
     WEATHER_NOW,
     Person,
 )
-from tests.end_to_end.demo_server import THINK, Server, asked, start
+from tests.end_to_end.demo_server import THINK, Server, asked, has_left, start
 from tests.server.serving import eventually
 
 ABOUT = "What is nanovllm?"
@@ -249,8 +249,10 @@ def test_a_failure_in_mid_stream_is_an_error() -> None:
         **asked(ABOUT, stream=True, max_tokens=3000), extra_body=LONG
     )
     assert next(iter(made)).choices[0].delta.content == ""
+    children = server.children()
     os.kill(server.engine_pid(), signal.SIGKILL)
     with pytest.raises(openai.APIError, match="the engine failed before this request was finished"):
         for _ in made:
             pass
     assert server.process.wait(30) == 1
+    eventually(lambda: all(map(has_left, children)), 15)

@@ -26,7 +26,7 @@ from nanovllm.bench.workload import Workload
 from nanovllm.config import ConfigError, load_config
 from nanovllm.server.main import MOST_FILES
 from tests.bench.test_online import free_port, no_bar
-from tests.end_to_end.demo_server import Server, start
+from tests.end_to_end.demo_server import Server, has_left, start
 from tests.server.serving import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def ask(url: str, **more: Any) -> httpx.Response:
 
 
 def all_leave(server: Server, before: dict[int, str]) -> None:
-    eventually(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in before), 15)
+    eventually(lambda: all(map(has_left, before)), 15)
 
 
 # -- readers of the log ------------------------------------------------------------------------
@@ -166,9 +166,11 @@ def test_a_signal_to_all_processes_ends_the_start_without_a_word(
 
 def test_the_log_says_who_ended_and_how() -> None:
     server = start(*FAST)
-    engine = next(pid for pid, name in names_of(server).items() if name == "nanovllm-engine")
+    children = names_of(server)
+    engine = next(pid for pid, name in children.items() if name == "nanovllm-engine")
     os.kill(engine, signal.SIGKILL)
     assert server.process.wait(20) == 1
+    eventually(lambda: all(map(has_left, children)), 15)
     said = "error serve nanovllm-engine ended by SIGKILL (9); out of memory?; stopping"
     eventually(lambda: any(said in line for line in server.lines), 10)
 
@@ -209,6 +211,9 @@ class Deaf:
     """A process that ignores SIGTERM and ends when it is killed."""
 
     exitcode: int | None = None
+
+    def __init__(self) -> None:
+        self.sentinel, self._end = socket.socketpair()  # readable after its end
 
     def terminate(self) -> None: ...
 

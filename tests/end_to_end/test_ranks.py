@@ -6,8 +6,8 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +19,8 @@ from openai.types.chat import ChatCompletionChunk
 
 from nanovllm.config import DEMO, ConfigError
 from nanovllm.launch import EngineDied, wait_ready
-from nanovllm.watch import STOPPED_S, cpu_ticks
-from tests.end_to_end.demo_server import Server, asked, start
+from nanovllm.watch import LOST_S, cpu_ticks
+from tests.end_to_end.demo_server import Server, asked, command_of, has_left, start
 from tests.server.serving import eventually
 
 ASKED = asked("What is nanovllm?", temperature=0, max_tokens=40)
@@ -43,22 +43,37 @@ def pid_of(server: Server, name: str) -> int:
 
 
 def all_leave(children: dict[int, str]) -> None:
-    eventually(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in children), 5)
+    eventually(lambda: all(map(has_left, children)), 5)
 
 
-def test_two_ranks_serve_what_one_does() -> None:
-    alone = start(*CPU)
-    expected = text_of(alone)
-    assert alone.stop() == 0
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Server]:
     server = start(*CPU, "--tp", "2")
     children = server.children()
-    assert text_of(server) == expected and all(expected)
-    rank = pid_of(server, "nanovllm-rank1")
+    yield server
+    assert server.stop() == 0
+    all_leave(children)
+
+
+def test_two_ranks_serve_what_one_does(two_ranks: Server, server: Server) -> None:
+    expected = text_of(server)
+    assert text_of(two_ranks) == expected and all(expected)
+    rank = pid_of(two_ranks, "nanovllm-rank1")
     used = cpu_ticks(rank)
     time.sleep(1)
     assert cpu_ticks(rank) - used <= 2  # an idle engine does not spin
-    assert server.stop() == 0
-    all_leave(children)
+
+
+def test_a_machine_that_slept_has_lost_no_rank(two_ranks: Server) -> None:
+    """Pausing all processes, or only the supervisor, beyond the rank timeout loses no rank."""
+    supervisor = two_ranks.process.pid
+    for pids in ([*two_ranks.children(), supervisor], [supervisor]):
+        for number, pause_s in ((signal.SIGSTOP, LOST_S + 0.6), (signal.SIGCONT, 0.6)):
+            for pid in pids:
+                os.kill(pid, number)
+            time.sleep(pause_s)
+    with two_ranks.client() as client:
+        assert client.chat.completions.create(**ASKED).choices[0].message.content
 
 
 @pytest.fixture
@@ -74,7 +89,8 @@ class Lossy:
 
     def __init__(self, tp: int, folder: Path) -> None:
         self.folder = folder
-        self.server = start(*CPU, "--tp", str(tp), "--set", "server.shutdown_s=60")
+        arguments = *CPU, "--tp", str(tp), "--set", "server.shutdown_s=60"
+        self.server = start(*arguments, constants={"nanovllm.launch.LAST_WORDS_S": 1.0})
         self.children = self.server.children()
         assert len(os.listdir(folder)) == 1
         assert str(folder) in Path("/proc/net/unix").read_text()
@@ -126,20 +142,6 @@ def test_a_lost_rank_of_an_idle_server_ends_it(name: str, number: int, folder: P
     lossy.assert_gone()
 
 
-def test_a_machine_that_slept_has_lost_no_rank() -> None:
-    """Pausing all processes, or only the supervisor, beyond the rank timeout loses no rank."""
-    server = start(*CPU, "--tp", "2")
-    supervisor = server.process.pid
-    for pids in ([*server.children(), supervisor], [supervisor]):
-        for number, pause_s in ((signal.SIGSTOP, 3.6), (signal.SIGCONT, 0.6)):
-            for pid in pids:
-                os.kill(pid, number)
-            time.sleep(pause_s)
-    with server.client() as client:
-        assert client.chat.completions.create(**ASKED).choices[0].message.content
-    assert server.stop() == 0
-
-
 def test_a_rank_that_is_lost_while_requests_finish_ends_them(folder: Path) -> None:
     lossy = Lossy(2, folder)
     with lossy.stream() as stream, pytest.raises(openai.APIError):
@@ -167,8 +169,7 @@ def test_a_hung_process_beside_a_sigterm_is_no_clean_end(tp: int, name: str, fol
 
 def refused(*arguments: str) -> tuple[str, str]:
     """Return the one line of a failed start, and the log before it."""
-    command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command_of(*arguments), capture_output=True, text=True, timeout=60)
     assert run.returncode == 2, run.stdout + run.stderr
     (line,) = run.stderr.splitlines()
     return line, run.stdout
@@ -215,7 +216,7 @@ def test_a_checkpoint_that_ends_early_is_one_line(tmp_path: Path) -> None:
 
 def test_a_rank_that_ends_while_loading_is_one_line_though_another_hangs(folder: Path) -> None:
     """Rank 0 is stopped, as if it hung in a collective."""
-    command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *CPU, "--tp", "2"]
+    command = command_of(*CPU, "--tp", "2")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     server = Server(process, "")
     names = ("nanovllm-engine", "nanovllm-rank1")
@@ -241,7 +242,7 @@ def test_a_rank_that_stops_while_loading_ends_the_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes STOPPED_S for turns, and some seconds to end the other processes."""
-    command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *CPU, "--tp", "2"]
+    command = command_of(*CPU, "--tp", "2", constants={"nanovllm.watch.STOPPED_S": 8.0})
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     server = Server(process, "")
 
@@ -252,9 +253,9 @@ def test_a_rank_that_stops_while_loading_ends_the_start(
     eventually(has_name, 30)
     children = server.children()
     os.kill(pid_of(server, "nanovllm-rank1"), signal.SIGSTOP)
-    output, errors = process.communicate(timeout=STOPPED_S + 60)
+    output, errors = process.communicate(timeout=90)
     assert process.returncode == 1
-    assert errors == "error: nanovllm-rank1 stopped while loading: silent for 30 s\n"
+    assert errors == "error: nanovllm-rank1 stopped while loading: silent for 8 s\n"
     assert "is served at" not in output and "failed to shut down cleanly" not in output
     all_leave(children)
     assert os.listdir(folder) == []

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import httpx
@@ -16,7 +13,7 @@ import openai
 import pytest
 
 from nanovllm.config import DEMO
-from tests.end_to_end.demo_server import Server, start
+from tests.end_to_end.demo_server import Server
 from tests.server.serving import eventually
 
 QUESTION = [{"role": "user", "content": "What is nanovllm, and how do I serve a recipe with it?"}]
@@ -108,34 +105,6 @@ def test_bad_requests_leave_the_server_alone(client: openai.OpenAI, server: Serv
             model="demo", messages=[{"role": "user", "content": "long " * 20000}]
         )
     assert httpx.get(f"{server.url}/health").status_code == 200
-
-
-def test_the_engine_s_death_ends_the_server() -> None:
-    server = start("--set", "cache.cpu_gib=0.2")
-    before = server.children()
-    os.kill(server.engine_pid(), signal.SIGKILL)
-    assert server.process.wait(30) == 1
-    all_leave(before)
-
-
-def all_leave(processes: Iterable[int]) -> None:
-    eventually(lambda: not any(map(is_alive, processes)), 15)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"  # a zombie only waits for its parent
-
-
-def test_a_killed_supervisor_leaves_no_orphans() -> None:
-    server = start("--set", "cache.cpu_gib=0.2")
-    before = server.children()
-    assert len(before) >= 2
-    server.process.kill()
-    all_leave(before)
 
 
 def test_refusals_are_one_line(tmp_path: Path) -> None:

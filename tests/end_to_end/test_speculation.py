@@ -102,7 +102,7 @@ def test_greedy_text_is_the_references(config: tuple[Config, list[list[int]]]) -
     assert stats.draft_tokens >= stats.accepted_tokens
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     wish=st.sampled_from(list(WISHES)),
     pages=st.integers(30, 60),

@@ -161,6 +161,8 @@ def test_experts_over_ranks_write_the_text_of_one(
     overrides = {**CASES[family][1], COUNTS[family]: 10, "vocab_size": 5003}
     if family == "deepseek_v3":
         overrides["n_group"] = 5
+    if family == "qwen3_next":  # a layer of each kind
+        overrides |= {"num_hidden_layers": 2, "full_attention_interval": 2}
     if (family, tp) == ("qwen3_next", 4):  # each rank has one key head; attention has 2
         overrides |= {"linear_num_key_heads": 4, "linear_key_head_dim": 4}
     make_tiny(tmp_path, family, **overrides)

@@ -35,6 +35,7 @@ log = logging.getLogger("tiers")
 CHAT = "/v1/chat/completions"
 STORED_S = 120.0  # timeout for pages to reach a tier
 SETTLED_S = 0.5  # without an event, all pages are stored
+POLL_S = 0.1
 
 
 class TieredServer:
@@ -90,12 +91,14 @@ class TieredServer:
 
         Raise RuntimeError after STORED_S.
         """
-        end, before = time.monotonic() + STORED_S, self.events()
-        while time.monotonic() < end:
-            time.sleep(SETTLED_S)
-            if (after := self.events()) == before:
+        quiet_from, before = time.monotonic(), self.events()
+        end = quiet_from + STORED_S
+        while (now := time.monotonic()) < end:
+            if (after := self.events()) != before:
+                quiet_from, before = now, after
+            elif now - quiet_from >= SETTLED_S:
                 return after
-            before = after
+            time.sleep(POLL_S)
         raise RuntimeError(f"pages are still stored after {STORED_S:.0f} s: {before}")
 
     def check_stored(self, tier: str, before: Mapping[str, float], pages: int) -> None:

@@ -86,12 +86,21 @@ def alone(runner: Runner, slot: int, sampling: Sampling) -> list[int]:
     return tokens
 
 
+@pytest.fixture(scope="module", params=WISHES)
+def plain(request: pytest.FixtureRequest, runner: Runner) -> tuple[str, list[list[int]]]:
+    """Return the name of a wish, and the texts without drafts of all slots."""
+    wish = request.param
+    return wish, [alone(runner, slot, WISHES[wish]) for slot in range(SLOTS)]
+
+
 @pytest.mark.parametrize("wrong", [1, 2, 3, 1000])
-@pytest.mark.parametrize("wish", WISHES)
 def test_ragged_drafts_never_change_what_is_drawn(
-    runner: Runner, wish: str, wrong: int, monkeypatch: pytest.MonkeyPatch
+    runner: Runner,
+    plain: tuple[str, list[list[int]]],
+    wrong: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    texts = [alone(runner, slot, WISHES[wish]) for slot in range(SLOTS)]
+    wish, texts = plain
     oracle = Oracle(wrong)
     monkeypatch.setattr(runner, "drafter", oracle)
     oracle.texts = {s: PROMPTS[s] + texts[s] for s in range(SLOTS)}

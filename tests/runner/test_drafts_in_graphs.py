@@ -77,8 +77,11 @@ def engine_of(config: Config, speculate: Speculate) -> WholeEngine:
     return engine
 
 
-@pytest.mark.parametrize("adapt", [False, True])
-@pytest.mark.parametrize("model", [DEMO, DEMO / "draft"], ids=["itself", "draft"])
+@pytest.mark.parametrize(
+    ("model", "adapt"),
+    [(DEMO, True), (DEMO / "draft", True), (DEMO / "draft", False)],
+    ids=["itself", "draft", "draft, all its drafts"],
+)
 def test_a_replay_is_the_eager_step(model: Path, adapt: bool) -> None:
     """Rows come, go and reject drafts. Text and accepted drafts are those of eager steps."""
     config = load_config(None, ["device=cpu"])

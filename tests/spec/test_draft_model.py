@@ -177,7 +177,7 @@ def test_drafts_change_no_text(tiny: tuple[Config, Path, Path], wish: str, same:
             assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     wish=st.sampled_from(list(WISHES)),
     same=st.booleans(),

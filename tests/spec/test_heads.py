@@ -252,7 +252,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     return found
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     case=st.sampled_from(BATCHED),
     wish=st.sampled_from(list(WISHES)),

@@ -29,7 +29,8 @@ def eagle3(folder: Path, family: str) -> tuple[Config, Speculate]:
 
 
 def mtp(folder: Path, family: str) -> tuple[Config, Speculate]:
-    overrides = dict(NEXT, num_experts=10)
+    layers = dict(num_hidden_layers=2, full_attention_interval=2)  # one of each kind
+    overrides = dict(NEXT, num_experts=10, **layers)
     if family == "deepseek_v3":
         overrides = dict(V3, n_routed_experts=10, n_group=5)
     make_mtp(folder, family, vocab_size=VOCABULARY, **overrides)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanovllm.grammars.runtime.dearest import Search
+from nanovllm.grammars.runtime.imports import import_xgrammar
 from nanovllm.grammars.runtime.matching import (
     CompiledPair,
     FreeGrammar,
@@ -55,6 +56,7 @@ class Compiler:
     def prepare(self) -> None:
         with self._preparing:
             if self._compilers is None:
+                import_xgrammar("transformers")
                 table = token_table(*self._tokens)
                 self.texts = TokenTexts(table, UNWRITTEN)
                 self._compilers = compiler_over(table), compiler_over(bytes_of(table))
@@ -92,6 +94,7 @@ def bytes_of(table: xgrammar.TokenizerInfo) -> xgrammar.TokenizerInfo:
 
 def attempt_of(folder: Path, vocab_size: int, stop_ids: list[int]) -> Attempt:
     """Return the attempt: compile a grammar, write a few tokens, and check the cost of masks."""
+    import_xgrammar("torch", "transformers")
     compiler = Compiler(folder, vocab_size, stop_ids)
     compiler.prepare()
 

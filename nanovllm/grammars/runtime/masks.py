@@ -1,8 +1,8 @@
 """Grammars of running requests, and the masks of their next tokens.
 
-Implements engine.loop.Masker with xgrammar. Importing xgrammar takes seconds and imports torch, so
-it happens with the first grammar or when the queue is prepared. A grammar is a structural tag that
-the API process has checked. HTTP and schemas are not handled here.
+Implements engine.loop.Masker with xgrammar. Importing xgrammar takes up to two seconds, so it
+happens with the first grammar or when the queue is prepared. A grammar is a structural tag that the
+API process has checked. HTTP and schemas are not handled here.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ class Grammars:
 
     def fill(self, rows: list[tuple[int, list[int]]]) -> Masks:
         """Return the masks of all rows: all first masks in one batch, then all second ones, etc."""
-        import torch
         import xgrammar
 
         walking: list[Walk] = []
@@ -82,7 +81,6 @@ class Grammars:
                 walking.append((num_masks, matcher, drafts))
             num_masks += 1 + len(drafts)
         masks = np.full((num_masks, self._num_words), -1, np.int32)
-        into = torch.from_numpy(masks)
         self._filler = self._filler or xgrammar.BatchGrammarMatcher(max_threads=MASK_THREADS)
         filled: dict[int, Matcher] = {}
         onward: list[Walk] = []
@@ -90,7 +88,7 @@ class Grammars:
             at, matchers, _ = zip(*walking, strict=True)
             try:
                 fillers = [matcher.filler for matcher in matchers]
-                self._filler.batch_fill_next_token_bitmask(fillers, into, list(at))
+                self._filler.batch_fill_next_token_bitmask(fillers, masks, list(at))
                 for row, matcher in zip(at, matchers, strict=True):
                     matcher.narrow(masks[row])
             except Exception:

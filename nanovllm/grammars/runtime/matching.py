@@ -218,9 +218,7 @@ class Matcher:
 
     def fill(self, mask: Masks) -> None:
         """Make one mask, all words of one row."""
-        import torch
-
-        self.filler.fill_next_token_bitmask(torch.from_numpy(mask[None]))
+        self.filler.fill_next_token_bitmask(mask[None])
         self.narrow(mask)
 
     def narrow(self, mask: Masks) -> None:
@@ -255,8 +253,6 @@ class Matcher:
         return here
 
     def _exact_mask(self) -> Masks:
-        import torch
-
         mask = np.zeros(self._texts.singles.shape, np.int32)
-        self._exact.fill_next_token_bitmask(torch.from_numpy(mask[None]))
+        self._exact.fill_next_token_bitmask(mask[None])
         return mask

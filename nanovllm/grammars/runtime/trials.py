@@ -42,7 +42,7 @@ WALL_FACTOR = 6.0  # most wall-clock seconds per CPU second on a busy machine
 CPU_CHECK_S = 0.02  # least time between two checks of the CPU time
 MEMORY_BYTES = 512 << 20  # memory that one attempt may add to the server's
 STACK_BYTES = 4 << 20  # half of a thread's stack, which a text that passes cannot overflow
-START_S = 120.0  # for the server to start; imports take 2 s, more on a busy machine
+START_S = 120.0  # for the server to start; imports take 0.5 s, more on a busy machine
 
 
 class TrialDiedError(Exception):
