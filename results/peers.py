@@ -47,7 +47,7 @@ MOST_PROMPTS = 768
 PREFILL = ["--concurrency", "16", "--num-prompts", "64", "--input-len", "4000", "--output-len", "1"]
 ERROR = re.compile("error|traceback", re.IGNORECASE)
 SHOWN = 15  # last lines of vLLM's log, printed if it fails
-FREED_S = 2.0  # time until the memory of a stopped engine is free
+FREED_S = 2.0  # time until the GPU memory of a stopped engine is free
 BLOCK_FP8 = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
@@ -338,7 +338,7 @@ def run_vllm(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            time.sleep(FREED_S)
+            time.sleep(FREED_S if record.fingerprint().gpu_count else 0.0)
     if process.returncode == 0 and num_results == len(job["loads"]):
         return
     code = process.returncode
@@ -383,7 +383,7 @@ def serving(command: Sequence[str], url: str) -> Iterator[None]:
         if group is not None:
             with suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
-            time.sleep(FREED_S)
+            time.sleep(FREED_S if record.fingerprint().gpu_count else 0.0)
 
 
 def loads(streams: str, flags: list[str]) -> Iterator[list[str]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 
-import pandas as pd
 from msgspec.structs import replace
 
 from nanovllm.bench import store
@@ -43,6 +43,8 @@ def curves(records: Sequence[Record]) -> tuple[str, Curves]:
 
     Raise ConfigError for records without a load.
     """
+    import pandas as pd  # takes a quarter of a second, which runs of `bench` need not wait for
+
     for record in records:
         if record.kind not in LOADS:
             raise ConfigError(f"a record of kind {record.kind} has no throughput to compare")
@@ -123,6 +125,8 @@ def draw(path: Path, shared: str, curves: Curves) -> None:
 
     Raise ConfigError like `save`, or if no record has latencies.
     """
+    import pandas as pd
+
     runs = pd.DataFrame(
         {"curve": name, "load": intensity(record)[0], **record.metrics}
         for name, records in curves.items()
@@ -189,6 +193,8 @@ def command(records: Sequence[Record], results_dir: Path) -> str:
 
 def compare(a: Record, b: Record) -> str:
     """Return the differences of two records: six main metrics, then all metrics."""
+    import pandas as pd
+
     lines = [f"A  {_origin(a)}", f"B  {_origin(b)}"]
     for label, left, right in (
         ("changed.", a.changed, b.changed),
@@ -211,14 +217,14 @@ def compare(a: Record, b: Record) -> str:
 
 
 def number(metric: object, value: float) -> str:
-    if pd.isna(value):
+    if math.isnan(value):
         return "-"
     return f"{value:,.0f}" if COUNT.fullmatch(str(metric)) else f"{value:,.3f}"
 
 
 def verdict(ratio: float, better: Literal["higher", "lower"]) -> str:
     """Return which record is better by a metric, and the direction that is better."""
-    if pd.isna(ratio) or abs(ratio - 1) < EQUAL:
+    if math.isnan(ratio) or abs(ratio - 1) < EQUAL:
         return f"equal ({better} is better)"
     return f"{'B' if (ratio > 1) == (better == 'higher') else 'A'} ({better} is better)"
 

@@ -250,36 +250,44 @@ def test_vllm_gets_as_many_gpus_as_ours(
     assert line[end:] == ["--load-format", "dummy", *given, "--warmup", "0"]
 
 
-@pytest.mark.parametrize(
-    ("lines", "told", "last"),
-    [
-        (
-            'seq 30 >&2; for i in $(seq 20); do echo "log $i"; echo "ERROR $i: no room" >&2; done;'
-            ' echo "ValueError: too small" >&2; exit 3',
-            "vLLM ended with exit code 3; of ",
-            [*(f"ERROR {i}: no room" for i in range(7, 21)), "ValueError: too small"],
-        ),
-        (
-            'echo "no errors at all"; echo fine; echo "Killed"',
-            "vLLM ended without a result; of ",
-            ["no errors at all", "Killed"],
-        ),
-    ],
-)
-def test_ours_is_measured_where_vllm_fails(
-    place: Path, lines: str, told: str, last: list[str]
-) -> None:
+def test_ours_is_measured_where_vllm_fails(place: Path) -> None:
+    lines = (
+        'seq 30 >&2; for i in $(seq 20); do echo "log $i"; echo "ERROR $i: no room" >&2; done;'
+        ' echo "ValueError: too small" >&2; exit 3'
+    )
     results = place / "results"
     flags = f"--results-dir {results} --workloads bs1-256 --warmup 0"
     done = measured(place, "peers-offline", flags, vllm_python(place, lines))
     assert done.returncode == 1
-    reason, *shown = done.stderr[done.stderr.index("vLLM ended") :].splitlines()
-    assert reason == f"{told}{place / 'nanovllm-peers' / 'offline.log'}:"
-    assert shown[: len(last)] == last and not [row for row in shown if "Traceback" in row]
+    check_last_lines(
+        done.stderr,
+        f"vLLM ended with exit code 3; of {place / 'nanovllm-peers' / 'offline.log'}:",
+        [*(f"ERROR {i}: no room" for i in range(7, 21)), "ValueError: too small"],
+    )
     (one,) = store.records(results)
     assert one.engine == "nanovllm" and one.metrics["output_tokens"] == 256
     (table,) = tables(done.stdout)
     assert table.splitlines()[-1].endswith(" demo")
+
+
+def test_the_last_line_of_vllm_is_shown_where_it_has_no_result(place: Path) -> None:
+    results = place / "results"
+    flags = f"--results-dir {results} --workloads bs1-256 --only vllm"
+    python = vllm_python(place, 'echo "no errors at all"; echo fine; echo "Killed"')
+    done = measured(place, "peers-offline", flags, python)
+    assert done.returncode == 1 and list(store.records(results)) == []
+    check_last_lines(
+        done.stderr,
+        f"vLLM ended without a result; of {place / 'nanovllm-peers' / 'offline.log'}:",
+        ["no errors at all", "Killed"],
+    )
+
+
+def check_last_lines(stderr: str, reason: str, last: list[str]) -> None:
+    """Assert that a reason and these lines of vLLM's log are shown, without a traceback."""
+    first, *shown = stderr[stderr.index("vLLM ended") :].splitlines()
+    assert first == reason
+    assert shown[: len(last)] == last and not [row for row in shown if "Traceback" in row]
 
 
 def test_what_vllm_said_last_is_shown_when_it_does_not_start_and_ours_is_measured(

@@ -42,6 +42,10 @@ class Stores(dict[int, DiskStore]):
 
     is_full = -1  # rank whose disk is out of use from the start
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.going = threading.Event()  # lets the reads go on that a test holds
+
     def open(
         self, path: Path, owner: PageOwner, limits: DiskLimits, wake: Callable[[], None]
     ) -> DiskStore:
@@ -64,6 +68,7 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stores]:
     found = Stores()
     monkeypatch.setattr("nanovllm.runner.disk.DiskStore", found.open)
     yield found
+    found.going.set()
     for store in found.values():
         store.close()
 
@@ -114,6 +119,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 def hold_reads(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Let no read of rank 1 end before the event."""
     going, real = threading.Event(), stores[1]._folder.read
+    stores.going = going  # set at the end of the test, too
     monkeypatch.setattr(stores[1]._folder, "read", lambda *a: going.wait(20) and real(*a))
     return going
 

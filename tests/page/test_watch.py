@@ -81,6 +81,28 @@ def colours(page: Page, canvas: str) -> set[str]:
     )
 
 
+def test_samples_lanes_and_the_life_of_a_request(driver, paper) -> None:
+    """It comes first, since lanes of other requests stay in view for 10 s."""
+    page = Page(driver, paper.url, "#watch")
+    before = paper.metric("vllm:prompt_tokens_cached_total")
+    page.press("16 with a shared prefix")
+    page.until(lambda: len(labels(page)) == 16)
+    page.until(lambda: {"prompt", "cached", "decode"} <= colours(page, "#lanes-picture"))
+    assert paper.metric("vllm:prompt_tokens_cached_total") > before
+    page.run("document.querySelector('#lanes button').click()")
+    name = re.search(r"#(\d+)", labels(page)[0])[1]
+    assert page.text("#life h2") == f"Request {name}"
+    page.until(lambda: "decode steps" in page.text("#life"))
+    assert re.search(
+        r"arrived.*assigned slot \d+: \S+ tokens, \S+ from the cache", page.text("#life")
+    )
+    page.press("Stop them")
+    page.until(lambda: "finished: abort" in page.text("#life"))
+    page.until(lambda: total(page, "running") == 0)
+    page.press("Close")
+    assert not page.one("#life").is_displayed()
+
+
 def test_a_page_opened_while_64_requests_run_shows_64_lanes_and_right_totals(driver, paper) -> None:
     with streams(paper, 64, max_tokens=2000):
         started = Page(driver, paper.url)  # Talk, until the requests run
@@ -112,27 +134,6 @@ def test_a_page_opened_while_64_requests_run_shows_64_lanes_and_right_totals(dri
     page.until(lambda: {"finished"} <= colours(page, "#lanes-picture"))
     page.until(lambda: total(page, "generated") == paper.metric("vllm:generation_tokens_total"))
     assert page.complaints() == []
-
-
-def test_samples_lanes_and_the_life_of_a_request(driver, paper) -> None:
-    page = Page(driver, paper.url, "#watch")
-    before = paper.metric("vllm:prompt_tokens_cached_total")
-    page.press("16 with a shared prefix")
-    page.until(lambda: len(labels(page)) == 16)
-    page.until(lambda: {"prompt", "cached", "decode"} <= colours(page, "#lanes-picture"))
-    assert paper.metric("vllm:prompt_tokens_cached_total") > before
-    page.run("document.querySelector('#lanes button').click()")
-    name = re.search(r"#(\d+)", labels(page)[0])[1]
-    assert page.text("#life h2") == f"Request {name}"
-    page.until(lambda: "decode steps" in page.text("#life"))
-    assert re.search(
-        r"arrived.*assigned slot \d+: \S+ tokens, \S+ from the cache", page.text("#life")
-    )
-    page.press("Stop them")
-    page.until(lambda: "finished: abort" in page.text("#life"))
-    page.until(lambda: total(page, "running") == 0)
-    page.press("Close")
-    assert not page.one("#life").is_displayed()
 
 
 # Two answers: request 7 decodes while pages of request 8 arrive; then request 8 is admitted.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -15,12 +16,19 @@ from types import CodeType, ModuleType
 
 import pytest
 
-from tests.paper.mutants import Mutant
+from tests.forks import Forks
+from tests.paper.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 # Each process forks from a server with these imports. None of them imports the faulty module.
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(["numpy", "hypothesis", "nanovllm.config", "nanovllm.plan", __name__])
+# Tests that import torch fork from a server that has imported it and transformers, in 7 s.
+TORCH_IMPORTS = (
+    "pytest", "numpy", "hypothesis.strategies", "torch._dynamo", "triton.language", "transformers",
+    "transformers.models.auto.modeling_auto", "transformers.modeling_utils",
+)  # fmt: skip
+EVENTUALLY_S = "2"  # a fault often prevents what a test waits for
 
 
 class Faulty(SourceFileLoader, MetaPathFinder):
@@ -50,16 +58,40 @@ def run(mutant: Mutant, test: str, output: Path) -> int | None:
     return process.exitcode
 
 
+def run_with_torch(mutant: Mutant, test: str, output: Path) -> int:
+    """Run a test that imports torch with the mutant, as `run` does."""
+    done = torch_forks().run(f"{__name__}:execute_named", mutant.name, test)
+    output.write_text(done.stdout + done.stderr)
+    return done.returncode
+
+
+@functools.cache
+def torch_forks() -> Forks:
+    return Forks(*TORCH_IMPORTS)
+
+
+def execute_named(name: str, test: str) -> int:
+    """Run a test with the mutant of this name, in this process."""
+    [mutant] = [mutant for mutant in MUTANTS if mutant.name == name]
+    return _execute(mutant, test)
+
+
 def _run(mutant: Mutant, test: str, output: Path) -> None:
     with output.open("w") as written:
         os.dup2(written.fileno(), 1)
         os.dup2(written.fileno(), 2)
     os.chdir(ROOT)
+    gc.freeze()  # shared by all forks
+    code = _execute(mutant, test)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _execute(mutant: Mutant, test: str) -> int:
+    os.environ["EVENTUALLY_S"] = EVENTUALLY_S
     faulty = Faulty(mutant)
     assert faulty.name not in sys.modules
     sys.meta_path.insert(0, faulty)
-    gc.freeze()  # shared by all forks
     options = ["-x", "--tb=short", "-p", "no:cacheprovider", "--disable-plugin-autoload"]
-    code = pytest.main([*options, "-W", "ignore", test])
-    sys.stdout.flush()
-    os._exit(code)
+    quickly = ["-p", "no:unraisableexception"]  # it collects garbage ten times
+    return pytest.main([*options, *quickly, "-W", "ignore", test])

@@ -216,7 +216,7 @@ MUTANTS = [
     Mutant("drafting gets one page a step", SCHEDULER, "            if not any(granted):\n", "            if granted:\n", "test_pages_are_granted_before_drafting_needs_them"),
     Mutant("a model proposes whatever its drafts are worth", DRAFTING, "bool(self._worthwhile(step + 1, slots_R, most_R)[0].any())", "True", "test_a_model_whose_drafts_fail_proposes_in_few_steps"),
     Mutant("drafts are fed that no step proposed", DRAFTING, "self.most * self._proposed", "self.most", "test_a_model_whose_drafts_fail_proposes_in_few_steps"),
-    Mutant("drafts have the noise of the token before", DRAFTER, "logits_RV, slots_R, newest_R + nth)", "logits_RV, slots_R, newest_R + nth - 1)", "test_all_drafts_of_the_target_itself_are_accepted"),
+    Mutant("drafts have the noise of the token before", DRAFTER, "logits_RV, slots_R, newest_R + nth)", "logits_RV, slots_R, newest_R + nth - 1)", "test_all_drafts_of_the_target_itself_are_accepted[16-hot]"),
     Mutant("later passes are one position late", DRAFTER, "drafts[-1], newest_R + nth - 1)", "drafts[-1], newest_R + nth)", "test_all_drafts_of_the_target_itself_are_accepted"),
     Mutant("drafts follow the last draft, accepted or not", DRAFTER, "step.lengths_N[rows_R] - lag - before_R", "fed_R + num_extra - 1", "test_each_step_accepts_the_drafts_that_transformers_would_propose"),
     Mutant("the first pass leaves out the drawn token", DRAFTER, "num_extra, device = len(rows_R), 1 - lag,", "num_extra, device = len(rows_R), 0,", "test_keys_and_drafts_are_those_of_the_whole_text_at_once"),

@@ -44,7 +44,7 @@ def small_caches(rng: Random) -> dict[str, Any]:
 
 
 def test_transfers_never_change_the_text() -> None:
-    by_chance(lambda rng: converse(rng, small_caches), NUM_ENGINES // 12)
+    by_chance(lambda rng: converse(rng, small_caches), NUM_ENGINES // 7)
 
 
 def engine_of(num_pages: int = 9, polls: int = 0, **sizes: Any) -> PaperEngine:

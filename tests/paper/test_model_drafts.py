@@ -42,7 +42,7 @@ def test_batching_changes_neither_text_nor_keys(lag: int) -> None:
         assert engine.gpu.layers is not None
         assert engine.gpu.layers.faults == []
 
-    by_chance(converse, 5 * settings().max_examples)
+    by_chance(converse, 3 * settings().max_examples)
 
 
 @pytest.mark.parametrize("lag", LAGS)

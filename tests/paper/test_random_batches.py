@@ -15,8 +15,8 @@ from nanovllm.wire import FinishReason, RefusalKind
 from tests.paper.conversations import Asked, by_chance, conversations, held
 from tests.paper.engine import PAGE, PaperEngine
 
-NUM_ENGINES = 24 * settings().max_examples  # 2,400; 9,600 with --hypothesis-profile=thorough
-NUM_PARTS = 4
+NUM_ENGINES = 14 * settings().max_examples  # 1,400; 5,600 with --hypothesis-profile=thorough
+NUM_PARTS = 2
 
 
 def sizes_of_engines(rng: Random) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict, namedtuple
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import nanovllm_kernels
@@ -85,8 +86,9 @@ FLAGS = {"BEGINS": 1, "ENDS": 2, "WHOLE": 4, "BEGAN": 8}
 LINES = {"q": 8, "q_rotated": 1, "latents": 8, "rotated": 1}  # rows of 64 numbers
 
 
-def loader(**mocks: object) -> type:
-    """Return a class with the loading warp's methods, without the DSL's decorators."""
+@functools.cache
+def plain_source() -> CodeType:
+    """Return the code of the loading warp's methods, without the DSL's decorators."""
     tree = ast.parse(SOURCE.read_text())
     device = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "LatentDecode")
     wanted = ("load", "pages_of", "queries_of", "copy_q", "copy_block")
@@ -94,10 +96,15 @@ def loader(**mocks: object) -> type:
     for method in device.body:
         method.decorator_list = []
     future = ast.parse("from __future__ import annotations").body
+    return compile(ast.Module([*future, device], []), str(SOURCE), "exec")
+
+
+def loader(**mocks: object) -> type:
+    """Return a class with the loading warp's methods."""
     scope = {**CONSTANTS, **FLAGS, "READ_ONCE": 0, "Int16": int, "Int32": int, "Int64": int}
     scope |= {**mocks, "Note": namedtuple("Note", "query count seen tokens flags")}
     scope["next_stage"] = lambda at, phase, stages: ((at + 1) % stages, phase ^ (at + 1 == stages))
-    exec(compile(ast.Module([*future, device], []), str(SOURCE), "exec"), scope)
+    exec(plain_source(), scope)
     return scope["LatentDecode"]
 
 

@@ -7,12 +7,13 @@ from its page, with the right notes.
 from __future__ import annotations
 
 import ast
+import functools
 import math
 from collections import defaultdict
 from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import NamedTuple
 
 import nanovllm_kernels
@@ -95,20 +96,28 @@ def test_which_caches_it_is_for(
     assert obstacle(page_tokens, width, dtype) == reason
 
 
-def loader(**mocks: object) -> type:
-    """Return a class with the loading warp's methods, without the DSL's decorators."""
+WANTED = ("load", "pages_of", "queries_of", "copy_tokens", "mask_new_tokens", "pieces_of")
+
+
+@functools.cache
+def plain_source() -> CodeType:
+    """Return the code of the loading warp's methods, without the DSL's decorators."""
     tree = ast.parse(SOURCE.read_text())
     device = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "PagedDecode")
-    wanted = ("load", "pages_of", "queries_of", "copy_tokens", "mask_new_tokens", "pieces_of")
-    device.body = [n for n in device.body if isinstance(n, ast.FunctionDef) and n.name in wanted]
+    device.body = [n for n in device.body if isinstance(n, ast.FunctionDef) and n.name in WANTED]
     for method in device.body:
         method.decorator_list = []
-    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name in wanted]
+    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name in WANTED]
     future = ast.parse("from __future__ import annotations").body
+    return compile(ast.Module([*future, *functions, device], []), str(SOURCE), "exec")
+
+
+def loader(**mocks: object) -> type:
+    """Return a class with the loading warp's methods."""
     scope = {"BLOCK": BLOCK, "PIECE": PIECE, "WARPS": 4, "HALF": 64, "READ_ONCE": 0, **mocks}
     scope |= {"Int32": int, "Int64": int, "Float32": float}
     scope["next_stage"] = lambda at, phase, stages: ((at + 1) % stages, phase ^ (at + 1 == stages))
-    exec(compile(ast.Module([*future, *functions, device], []), str(SOURCE), "exec"), scope)
+    exec(plain_source(), scope)
     return scope["PagedDecode"]
 
 

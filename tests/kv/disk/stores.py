@@ -36,9 +36,9 @@ def opened(
         store.close()
 
 
-def eventually(holds: Callable[[], object], within_s: float = 10.0) -> None:
-    """Wait until the condition is true; fail after `within_s`."""
-    deadline = time.monotonic() + within_s
+def eventually(holds: Callable[[], object]) -> None:
+    """Wait until the condition is true; fail after EVENTUALLY_S seconds, or after 30 if not set."""
+    deadline = time.monotonic() + float(os.environ.get("EVENTUALLY_S", "30"))
     while not holds():
         assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.002)
