@@ -229,6 +229,10 @@ class Checked(Struct, frozen=True):
     base: Path  # base of the recipe's relative paths
     changed: dict[str, Any]
 
+    def base_of(self, key: str) -> Path:
+        """Return the base of a path in this key: the recipe's folder; with --set, the current."""
+        return Path() if {key, key.partition(".")[0]} & self.changed.keys() else self.base
+
 
 def load_config(
     named: str | None,
@@ -404,7 +408,7 @@ def locate(checked: Checked, check: Check | None = None) -> Config:
         checkpoint.check(folder, has_weights=not dummy)
         config_path = folder / "config.json"
     elif recipe.config is not None and dummy:
-        config_path = checked.base / recipe.config
+        config_path = checked.base_of("config") / recipe.config
         if not os.path.isfile(config_path):
             raise ConfigError(f"config: {config_path} does not exist")
     else:
@@ -428,7 +432,8 @@ def locate(checked: Checked, check: Check | None = None) -> Config:
     if recipe.adapters is None:
         return config
     other_names = {*config.model_names, *config.model_paths}
-    adapters = located(recipe.adapters, checked.base, other_names, is_dummy_model=dummy)
+    base = checked.base_of("adapters.folder")
+    adapters = located(recipe.adapters, base, other_names, is_dummy_model=dummy)
     check_runtime(adapters, recipe.server.api_key, recipe.server.workers)
     return structs.replace(config, recipe=structs.replace(recipe, adapters=adapters))
 

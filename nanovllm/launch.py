@@ -42,8 +42,9 @@ from nanovllm.fleet import Fleet
 from nanovllm.ipc.channel import make_private
 from nanovllm.parallel.places import places_of
 from nanovllm.rank_check import check_ranks
-from nanovllm.roles import for_engine
+from nanovllm.roles import TransferRole, for_engine
 from nanovllm.server.probe import parser_of
+from nanovllm.transfer.tickets import TicketKey, secret_for
 from nanovllm.watch import TICK_S, Child, StartingChildren, ending, endings
 
 log = logging.getLogger("serve")
@@ -165,6 +166,7 @@ def serve(config: Config) -> int:
     engine if there are several. If none is left, the exit statuses are logged. The exit code is
     then that of one process, or 1 if it would be 0 or a signal.
     """
+    check_secret(config.recipe.transfer)
     # Other commands need not import these.
     from nanovllm.server.detokenize import check_decoder
     from nanovllm.server.ends import eos_ids_of
@@ -200,6 +202,12 @@ def serve(config: Config) -> int:
             return 0
         finally:
             stop(apis.processes, grace_s, fleet)
+
+
+def check_secret(role: TransferRole | None) -> None:
+    """Raise ConfigError if a server with a role has no secret, or one that is too short."""
+    if role is not None:
+        TicketKey(secret_for(role))
 
 
 def announce(config: Config, socks: Sequence[socket.socket]) -> None:

@@ -43,6 +43,29 @@ def test_dummy_weights_need_only_the_recipe_s_config() -> None:
     assert config.tokenizer_dir == str(DEMO)
 
 
+def test_paths_start_at_the_recipe_and_those_of_set_at_the_current_folder(
+    tmp_path: Path, monkeypatch
+) -> None:
+    for place in ("recipes", "here"):
+        shutil.copytree(DEMO / "adapters", tmp_path / place / "adapters")
+        shutil.copy(DEMO / "config.json", tmp_path / place / "c.json")
+    files = "c.json", "adapters"
+    text = "model: some/model\nload: {format: dummy}\nconfig: c.json\nadapters: {folder: adapters}"
+    (tmp_path / "recipes" / "r.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path / "here")
+    for places, settings in (
+        (("../recipes", "../recipes"), ["adapters.slots=2"]),
+        (("../recipes", "."), ["adapters.folder=adapters"]),
+        (("../recipes", "."), ["adapters={folder: adapters}"]),
+        ((".", "../recipes"), ["config=c.json"]),
+    ):
+        config = load_config("../recipes/r.yaml", settings)
+        assert config.recipe.adapters is not None
+        paths = Path(config.config_path), Path(config.recipe.adapters.folder)
+        names = [Path(place, name) for place, name in zip(places, files, strict=True)]
+        assert [path.resolve() for path in paths] == [name.resolve() for name in names]
+
+
 @pytest.mark.parametrize("model", ["./nowhere", "no one/nothing", "nowhere"])
 def test_a_model_that_is_nowhere_is_named(model: str) -> None:
     with pytest.raises(ConfigError, match=f"cannot find model '{model}': it is not"):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nanovllm.config import ConfigError, read_recipe
+from nanovllm.config import ConfigError, load_config, read_recipe
+from nanovllm.launch import serve
 from nanovllm.roles import TransferRole, address_of, for_engine, hidden
 
 LISTEN = "transfer.listen=127.0.0.1:5600"
@@ -45,3 +46,18 @@ def test_one_recipe_serves_both_roles() -> None:
         assert second is not None and second.listen == address
     assert hidden(None) is None and hidden(TransferRole()) == TransferRole()
     assert address_of("[::1]:80", "x") == ("::1", 80)
+
+
+def test_a_secret_is_checked_before_a_process_starts(monkeypatch) -> None:
+    monkeypatch.setattr("nanovllm.launch.engine_processes", None)
+    for secret, words in (
+        ("", "transfer.secret is missing: set it, or NANOVLLM_TRANSFER_SECRET, to the same text"),
+        (
+            "short",
+            "transfer.secret (or NANOVLLM_TRANSFER_SECRET) has 5 characters; use at least 16",
+        ),
+    ):
+        monkeypatch.setenv("NANOVLLM_TRANSFER_SECRET", secret)
+        with pytest.raises(ConfigError) as refused:
+            serve(load_config(None, [LISTEN], {"transfer.role": "prefill"}))
+        assert words in str(refused.value)

@@ -18,8 +18,9 @@ MOST_RANK, MOST_SLOTS = 512, 1024
 
 
 class Adapters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    # A path relative to the recipe, of folders with PEFT adapters. "demo": those shipped. "dummy":
-    # `slots` random adapters of rank `max_rank`, for a model whose load.format is dummy.
+    # Path of folders with PEFT adapters, relative to the recipe; with --set to the current folder.
+    # "demo": those shipped. "dummy": `slots` random adapters of rank `max_rank`, for a model whose
+    # load.format is dummy.
     folder: str
     names: list[str] | Literal["all"] = "all"  # folders to load at start
     slots: int = 8  # maximum number of adapters on the device at once

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from nanovllm.config import Config, ConfigError, given_transfer_secret
+from nanovllm.config import Config, ConfigError
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.model_identity import digest_of
 from nanovllm.parallel.gloo import GlooMesh
@@ -30,7 +30,7 @@ from nanovllm.transfer.lender import Lender
 from nanovllm.transfer.page_client import ReaderLimits
 from nanovllm.transfer.remote_pages import RemotePages
 from nanovllm.transfer.shares import OtherRank, ShareServer
-from nanovllm.transfer.tickets import ENVIRONMENT, secret_of
+from nanovllm.transfer.tickets import secret_for
 
 log = logging.getLogger("transfer")
 OpenRemote: TypeAlias = "Callable[[Callable[[], None]], RemotePages]"
@@ -192,11 +192,6 @@ def uses_device(role: TransferRole, pages: HostPages) -> bool:
     if role.backend == "cuda_ipc" and pages.device.type != "cuda":
         raise ConfigError("transfer.backend cuda_ipc needs a GPU; use auto or socket")
     return role.backend != "socket" and pages.device.type == "cuda"
-
-
-def secret_for(role: TransferRole) -> str:
-    """Return the secret of the recipe or the environment. Raise ConfigError without one."""
-    return secret_of(role.secret, {ENVIRONMENT: given_transfer_secret() or ""})
 
 
 def digests(config: Config, resolved: Resolved) -> tuple[bytes, bytes]:

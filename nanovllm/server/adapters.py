@@ -56,7 +56,8 @@ class RuntimeAdapters:
         except msgspec.DecodeError as error:
             raise bad_body(body, error) from None
         except EngineLostError:
-            raise ApiError(503, "the server has lost its engine", code="unhealthy") from None
+            text = "an engine is lost or starting again; load the adapter once all of them are back"
+            raise ApiError(503, text, code="unhealthy") from None
 
     async def _load(self, request: LoadRequest) -> bytes:
         name, folder, served = request.lora_name, request.lora_path, self._served

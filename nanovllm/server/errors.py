@@ -119,7 +119,8 @@ def bad_body(body: bytes, error: msgspec.DecodeError) -> ApiError:
     path = re.search(r"\$\.([\w.\[\]]*\w\]?)", place)  # without the [...] of a mapping's value
     missing = re.search(r"required field `(\w+)`", complaint)
     param = ".".join(found[1] for found in (path, missing) if found) or None
-    return ApiError(400, f"{param or 'the body'}: {complaint}", param=param, code="invalid_type")
+    text = f"{param} is missing" if missing else f"{param or 'the body'}: {complaint}"
+    return ApiError(400, text, param=param, code="invalid_type")
 
 
 def half_pair(body: bytes) -> ApiError | None:

@@ -345,7 +345,8 @@ def _check_format(request: ChatRequest) -> None:
         raise bad_value("structured_outputs.json_object", "true or false", flag)
     named = [field for field in STRUCTURES if other.get(field) not in (None, False)]
     if len(named) != 1:
-        raise bad_value("structured_outputs", f"exactly one of {', '.join(STRUCTURES)}", named)
+        given = named or [key for key, value in other.items() if value not in (None, False)]
+        raise bad_value("structured_outputs", f"exactly one of {', '.join(STRUCTURES)}", given)
 
 
 def _check_tools(request: ChatRequest) -> None:

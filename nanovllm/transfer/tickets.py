@@ -22,6 +22,8 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from nanovllm.config import given_transfer_secret
+from nanovllm.roles import TransferRole
 from nanovllm.typed_yaml import ConfigError
 
 VERSION = 1
@@ -144,3 +146,8 @@ def secret_of(recipe: str | None, environment: Mapping[str, str]) -> str:
             f"transfer.secret is missing: set it, or {ENVIRONMENT}, to the same text on all peers"
         )
     return secret
+
+
+def secret_for(role: TransferRole) -> str:
+    """Return the secret of the recipe or the environment. Raise ConfigError without one."""
+    return secret_of(role.secret, {ENVIRONMENT: given_transfer_secret() or ""})

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 from msgspec.structs import replace
 
+from nanovllm.kv.costs import TransferCosts
 from nanovllm.transfer.params import TICKET
 from nanovllm.wire import Abort, FinishReason
 from tests.paper.engine import generate
@@ -261,3 +262,21 @@ def test_the_text_is_right_whatever_happens_to_the_engines() -> None:
 )
 def test_each_fault_is_seen(fault: str) -> None:
     assert any(run_pair(seed, fault)["wrong"] for seed in range(NUM_PAIRS))
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_requests_with_one_prompt_read_its_ticket_once(seed: int) -> None:
+    """They wait for the load even if computing is faster: its pages cannot be read again."""
+    pair = Pair(seed)
+    pair.is_loaded, pair.p._lease_s, d = False, 100.0, pair.d
+    d.memory.tier.costs = TransferCosts(token_s=0.0)  # type: ignore[attr-defined]
+    prompt = pair.prompts[0] = pair.prompts[1] = pair.prompts[2] = [5] * 30
+    pair.p.paper.say(replace(generate(0, prompt, 1), lends=True))
+    ticket = json.loads(pair.answer_of(pair.p, 0))[TICKET]
+    for name in (0, 1, 2):
+        spec = replace(generate(name, prompt, 4), ticket=ticket if name == 0 else "")
+        if spec.ticket:
+            d.tickets.offer(spec, b"")
+        d.say(spec)
+    pair.finish()
+    assert pair.counts["right"] == 3 and d.remote.counts == {"read": 1}

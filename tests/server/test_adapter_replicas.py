@@ -69,6 +69,7 @@ def test_no_engine_changes_if_another_one_is_lost(is_known: bool) -> None:
         with pytest.raises(ApiError) as refused:
             await changes.answer(LOAD, msgspec.json.encode(body))
         assert refused.value.status == 503
+        assert refused.value.message.endswith("load the adapter once all of them are back")
         assert served.adapters == ({"pirate": "old"} if is_known else {})
 
     asyncio.run(main())

@@ -130,6 +130,18 @@ def test_half_of_a_surrogate_pair_is_refused_by_its_field(
     assert half in error.message
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ({"regx": "a"}, "['regx']"),
+        ({"regx": "a", "regex": "b", "json": {}}, "['json', 'regex']"),
+        ({"regex": None}, "[]"),
+    ],
+)
+def test_other_structures_are_named(value: dict[str, object], shown: str) -> None:
+    assert refused(field(structured_outputs=value)).message.endswith(f"structural_tag, not {shown}")
+
+
 def test_a_whole_surrogate_pair_is_a_character() -> None:
     body = rb'{"messages": [{"role": "user", "content": "\ud83d\ude00"}]}'
     (message,) = parse_request(body, model="m", vocab_size=9).messages
@@ -162,9 +174,9 @@ def test_a_large_body_is_not_searched_for_half_of_a_surrogate_pair() -> None:
         ),
         (b'{"messages": ' + b"[" * 100_000, "messages[0]", "Expected"),
         (b'{"store": ' + b"[" * 100_000, None, "nested too deeply"),
-        ({}, "messages", "required field `messages`"),
+        ({}, "messages", "messages is missing"),
         ({"messages": []}, "messages", "at least one message"),
-        ({"messages": [{}]}, "messages[0].role", "required field `role`"),
+        ({"messages": [{}]}, "messages[0].role", "messages[0].role is missing"),
         ({"messages": [{"role": 1}]}, "messages[0].role", "Expected `str`"),
         ({"messages": [*HELLO, {"role": "bot"}]}, "messages[1].role", "developer, user"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "Expected"),
@@ -181,7 +193,7 @@ def test_a_large_body_is_not_searched_for_half_of_a_surrogate_pair() -> None:
         (
             {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
             "messages[0].tool_calls[0].function",
-            "required field",
+            "is missing",
         ),
         (field(tools=[{"type": "custom"}]), "tools[0].type", "'function'"),
         (field(tools=[{"function": {}}]), "tools[0].function.name", "1 to 256"),
