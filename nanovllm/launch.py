@@ -38,8 +38,10 @@ from nanovllm.children import (
     spawn,
 )
 from nanovllm.config import Config, ConfigError, Server, without_api_key
+from nanovllm.disk_cache import Disk
 from nanovllm.fleet import Fleet
 from nanovllm.ipc.channel import make_private
+from nanovllm.kv.disk.folder import PageFolder
 from nanovllm.parallel.places import places_of
 from nanovllm.rank_check import check_ranks
 from nanovllm.roles import TransferRole, for_engine
@@ -167,6 +169,7 @@ def serve(config: Config) -> int:
     then that of one process, or 1 if it would be 0 or a signal.
     """
     check_secret(config.recipe.transfer)
+    check_folder(config.recipe.cache.disk)
     # Other commands need not import these.
     from nanovllm.server.detokenize import check_decoder
     from nanovllm.server.ends import eos_ids_of
@@ -208,6 +211,17 @@ def check_secret(role: TransferRole | None) -> None:
     """Raise ConfigError if a server with a role has no secret, or one that is too short."""
     if role is not None:
         TicketKey(secret_for(role))
+
+
+def check_folder(disk: Disk | None) -> None:
+    """Raise ConfigError if the folder of `cache.disk` cannot be used. Create it if it is missing.
+
+    Faults that may pass, such as a full disk, are left to the tier.
+    """
+    if disk is not None:
+        folder = PageFolder(Path(disk.path).expanduser())
+        with contextlib.suppress(OSError), contextlib.closing(folder):
+            folder.open()
 
 
 def announce(config: Config, socks: Sequence[socket.socket]) -> None:

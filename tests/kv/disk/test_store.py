@@ -11,8 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from nanovllm.config import load_config
 from nanovllm.kv.disk import folder as page_folder
 from nanovllm.kv.disk.format import PageOwner, file_bytes
+from nanovllm.launch import serve
 from nanovllm.typed_yaml import ConfigError
 from tests.kv.disk.stores import (
     LENGTH,
@@ -250,3 +252,14 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
     (tmp_path / "pages").symlink_to("/tmp")
     with pytest.raises(ConfigError, match=r"cache\.disk\.path"):
         opened(tmp_path).__enter__()
+
+
+def test_the_folder_is_checked_before_a_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.launch.engine_processes", None)
+    file = tmp_path / "file"
+    file.write_text("")
+    sets = [f"cache.disk={{path: {file}, gib: 1}}", "cache.host_gib=0.1"]
+    with pytest.raises(ConfigError, match=rf"cache\.disk\.path: cannot use {file}: .*writ"):
+        serve(load_config(None, sets))
