@@ -258,7 +258,7 @@ def check_direct(
         ):
             assert d.runner.remote is not None
             remote, tickets = d.runner.remote, Tickets(d.runner.remote, 4)
-            eventually(lambda: are_connected(remotes, ranks, lender.engine), 30)
+            eventually(lambda: are_connected(remotes, ranks, lender.engine))
             prompts = [prompt for prompt in prompts_of(6) if len(prompt) > 12]
             for i, prompt in enumerate(prompts):
                 alone.submit(i, prompt, 10)

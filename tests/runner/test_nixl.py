@@ -307,7 +307,7 @@ class DecodeEngine:
         """Compute a text with pages of P. Return the number of tokens that were read."""
         ticket = p.ticket(prompt)
         connected = [peer.fetches for peer in self.remote._client._peers]
-        eventually(lambda: all(one.engine for one in connected), 30)
+        eventually(lambda: all(one.engine for one in connected))
         spec = spec_of(request_id, prompt, 10, ticket=ticket)
         self.tickets.offer(spec, b"")
         self.engine.loop.handle(spec)

@@ -190,7 +190,7 @@ def check_shares(
             remote = d.runner.remote
             assert remote is not None
             tickets = Tickets(remote, 4)
-            eventually(lambda: are_connected(remotes, ranks[1], lender.engine), 30)
+            eventually(lambda: are_connected(remotes, ranks[1], lender.engine))
             prompts = [prompt for prompt in prompts_of(6) if len(prompt) > 12]
             for i, prompt in enumerate(prompts):
                 is_broken = i == len(prompts) - 1 and ranks[0] == 2
@@ -235,7 +235,7 @@ def noted_remotes() -> Iterator[list[RemotePages]]:
         for remote in remotes:
             remote.close()
     peers = [peer for remote in remotes for peer in remote._client._peers]
-    eventually(lambda: all(peer._memory is None for peer in peers), 30)
+    eventually(lambda: all(peer._memory is None for peer in peers))
 
 
 def are_connected(remotes: list[RemotePages], num_ranks: int, engine: str) -> bool:
