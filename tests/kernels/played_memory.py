@@ -36,12 +36,13 @@ class Memory:
         assert not beside.any() and allowed[at_XB].all(), "beside the tensors in global memory"
         return at_XB
 
-    def load(self, address_X: Array, num_words: int) -> Array:
-        return self.content[self.at(address_X, 4 * num_words, self.is_there)].view(np.uint32)
+    def load(self, address_X: Array, num_bytes: int) -> Array:
+        """Return bytes [address, byte]."""
+        return self.content[self.at(address_X, num_bytes, self.is_there)]
 
-    def store(self, address_X: Array, words_XW: Array) -> None:
-        at_XB = self.at(address_X, 4 * words_XW.shape[1], self.may_change)
-        self.content[at_XB] = np.ascontiguousarray(words_XW).view(np.uint8)
+    def store(self, address_X: Array, content_XB: Array) -> None:
+        at_XB = self.at(address_X, content_XB.shape[1], self.may_change)
+        self.content[at_XB] = content_XB
         np.add.at(self.times_written, at_XB, 1)
 
 
@@ -86,7 +87,14 @@ class Block:
     def __init__(self, num_threads: int) -> None:
         self.content = np.full(SHARED_BYTES, 0xFF, np.uint8)  # NaN
         self.barriers: dict[int, Barrier] = {}
-        self.meeting = Meeting(num_threads)
+        self.num_threads = num_threads
+        self.meetings: dict[int, Meeting] = {}
+
+    def meeting(self, number: int, count: int = 0) -> Meeting:
+        """Return the barrier of this number, for `count` threads or all."""
+        found = self.meetings.setdefault(number, Meeting(count or self.num_threads))
+        assert found.of == (count or self.num_threads), "a barrier is for two numbers of threads"
+        return found
 
     def named(self, address: int) -> str:
         """Describe a barrier, which is numbered in the order of addresses."""
