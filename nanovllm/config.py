@@ -95,7 +95,7 @@ class Kernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     skinny_linear: Literal["auto", "torch", "cute"] = "auto"  # for up to 128 rows
     sliced_linear: Literal["auto", "torch", "library"] = "auto"  # split-K, for some hundred rows
     added_linear: Literal["auto", "torch", "library"] = "auto"  # thousands of rows, adds residual
-    # Block fp8. cute: Triton for few rows, CuTe for many; tiled: the CuTe kernel for all.
+    # Block fp8. cute: kernels for few rows and for many; tiled: the kernel for many, for all rows.
     fp8_linear: Literal["auto", "torch", "tiled", "cute"] = "auto"
     experts: Literal["auto", "torch", "triton", "cute"] = "auto"  # cute: Triton for few rows
     delta: Literal["auto", "torch", "triton"] = "auto"  # gated delta rule of recurrent layers

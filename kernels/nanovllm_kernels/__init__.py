@@ -2,7 +2,7 @@
 
 CHECKED = {  # folder: module: names of its case.Kernel objects, which are upper case there
     "products": {
-        "quantise_cases": "quantise silu_mul_quantise norm_quantise",
+        "quantise_cases": "quantise silu_mul_quantise norm_quantise few_quantise",
         "block_fp8_cases": "block_fp8_linear block_fp8_experts block_fp8_gated experts_gated",
         "few_fp8_cases": "few_fp8_linear few_fp8_linear_add few_fp8_norm_linear"
         " few_fp8_norm_gate_up few_fp8_quantised",
@@ -83,9 +83,10 @@ COMPILED: dict[str, tuple[str, tuple[object, ...]]] = {
         (16, 128, 0),
     ),
     **{
-        f"skinny_{kind}": (
-            "nanovllm_kernels.products.skinny_linear:compile_product",
-            (64, 2, 2, 1, *of),
+        f"{name}_{kind}": (f"nanovllm_kernels.products.{module}:compile_product", (*shape, *of))
+        for name, module, shape in (
+            ("skinny", "skinny_linear", (64, 2, 2, 1)),
+            ("few_fp8", "few_fp8_cute", (8, 4, 37, 8, True)),
         )
         for kind, of in {
             "linear": (False, False, False),

@@ -15,7 +15,7 @@ from torch import Tensor
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # largest FP8 number; the type has no infinity
-FEW_ROWS = 16  # maximum rows that the kernels which read weights also quantise
+FEW_ROWS = 16  # maximum rows of products that also quantise them
 
 
 class Scaled(NamedTuple):

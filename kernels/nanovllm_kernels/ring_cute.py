@@ -105,3 +105,17 @@ def exchange(words: cute.Tensor) -> None:
             other = arch.shuffle_sync_bfly(Int32(cutlass.select_(is_upper, a, b)), distance)
             words[low] = Int32(cutlass.select_(is_upper, other, a))
             words[high] = Int32(cutlass.select_(is_upper, b, other))
+
+
+def send_bulk(source: Any, to: Any, barrier: Any, num_bytes: Int32) -> None:  # noqa: ANN401
+    """Send bytes to another block of the cluster, whose barrier counts them when they are there."""
+    arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+        "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[
+            Int32(to.toint()),
+            Int32(source.toint()),
+            num_bytes,
+            Int32(barrier.toint()),
+        ],
+    )

@@ -114,7 +114,7 @@ class FusedLinear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Skinny:
-    """Few rows: all operations of a fusion in one launch. A gate needs a norm before it."""
+    """Few rows: all operations of a fusion in a launch or two. A gate needs a norm before it."""
 
     kernels: SkinnyLinear
     is_fp8: bool = False  # for Scaled weights; the kernels quantise the rows

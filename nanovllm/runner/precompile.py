@@ -52,7 +52,8 @@ def jobs_of(resolved: Resolved, model: Decoder, draft_model: DraftModel | None =
         jobs.append(compile_gated.job(resolved.recipe.dtype, True))
     for each in models:
         if "cute" in (kernels.skinny_linear, kernels.fp8_linear) or kernels.invariant:
-            jobs += products_of(each, ordered=kernels.invariant)
+            few_fp8 = kernels.fp8_linear == "cute"
+            jobs += products_of(each, ordered=kernels.invariant, few_fp8=few_fp8)
         jobs += experts_of(each)
     return [*dict.fromkeys(jobs)]
 
@@ -90,10 +91,11 @@ def experts_of(model: nn.Module) -> list[Job]:
     return sorted(jobs)
 
 
-def products_of(model: nn.Module, *, ordered: bool = False) -> list[Job]:
+def products_of(model: nn.Module, *, ordered: bool = False, few_fp8: bool = True) -> list[Job]:
     """Return the kernels of the model's products for few rows, and fp8 ones for many.
 
-    `ordered`: 16-bit products without fused operations, as for kernels.invariant.
+    `ordered`: 16-bit products without fused operations, as for kernels.invariant. `few_fp8`: fp8
+    products of few rows have kernels of their own.
     """
     from nanovllm_kernels.products import dense_fp8, skinny_linear
     from nanovllm_kernels.products.skinny_linear import Kind
@@ -110,7 +112,7 @@ def products_of(model: nn.Module, *, ordered: bool = False) -> list[Job]:
             case _:
                 continue
         if isinstance(module.operand, Scaled):
-            jobs |= dense_fp8.compiled_for(module.operand, kind)
+            jobs |= dense_fp8.compiled_for(module.operand, kind, few=few_fp8)
         else:
             jobs |= skinny_linear.compiled_for(module.operand, kind, ordered=ordered)
     return [compiles.job(*of) for of, compiles in sorted(jobs, key=itemgetter(0))]

@@ -16,12 +16,12 @@ from tests.forks import ROOT, Forks
 KINDS = """
 from pathlib import Path
 from cutlass import cute
-from nanovllm_kernels.products import block_fp8_cute
+from nanovllm_kernels.products.{module} import {function} as compiles
 
 compile_any = cute.compile
 cute.compile = lambda *a, options, **b: compile_any(*a, options=options + " {option}", **b)
 for kind in {kinds}:
-    compiled = block_fp8_cute.compile_tile.compiles(*kind)
+    compiled = compiles.compiles(*kind)
 """
 
 
@@ -47,10 +47,17 @@ def execute(code: str) -> None:
 
 
 def compiled_with(
-    option: str, kinds: Iterable[tuple[int, ...]], each: str, folder: Path
+    option: str,
+    kinds: Iterable[tuple[int, ...]],
+    each: str,
+    folder: Path,
+    of: str = "block_fp8_cute.compile_tile",
 ) -> list[str]:
     """Compile every kind with one more option of the compiler and return the printed lines.
 
-    The code `each`, indented by four, runs for every `kind` after it is `compiled`.
+    The code `each`, indented by four, runs for every `kind` after it is `compiled`. `of` is a
+    module of products and its compile function.
     """
-    return printed(KINDS.format(option=option, kinds=list(kinds)) + each, folder)
+    module, function = of.split(".")
+    code = KINDS.format(option=option, kinds=list(kinds), module=module, function=function)
+    return printed(code + each, folder)

@@ -93,19 +93,25 @@ for lanes, merged, columns in ((128, 64, 64), (0, 2, 512)):
     compiled(latent_merge_kernel, types, merged * columns // 1024, W=4, RAGGED=True, X=512,
              X_BLOCK=columns, LANES=lanes, MERGED=merged, WAITS=True)
 """,
+    "few_quantise": """
+from nanovllm_kernels.products.quantise import few_quantise_kernel
+types = dict(x_TD="*bf16", norm_weight_D="*bf16", values_TD="*fp8e4nv", scale_BT="*fp32",
+             eps="fp32")
+aligned = {*types, "stride"} - {"eps"}
+compiled(few_quantise_kernel, types, 8, aligned, WIDTH=4096, BLOCKS=32, WAITS=True)
+compiled(few_quantise_kernel, types, 4, aligned - {"norm_weight_D"}, WIDTH=12288, BLOCKS=8,
+         WAITS=True, norm_weight_D=None)
+""",
     "few_fp8": """
 from nanovllm_kernels.products.few_fp8 import SHAPES, few_fp8_kernel
-is_quantised = not SCALES
-types = dict(x_TD="*LATENTS", x_scale_BT="*fp32", weight_ND="*fp8e4nv", scale="*fp32",
-             norm_weight_D="*bf16", residual_TN="*bf16", y_TN="*bf16", parts="*fp32",
-             tickets_X="*i32", eps="fp32")
-for rows, shape in ((rows, shape) for rows in SHAPES for shape in SHAPES[rows]):
-    for gated in (False, True):
-        absent = dict.fromkeys(["norm_weight_D"] if is_quantised else ["x_scale_BT"])
-        absent |= dict.fromkeys(["residual_TN", "parts"] if gated else [])
-        ptx = compiled(few_fp8_kernel, types, shape.warps, N=6144, D=4096, SHARED=128, GATED=gated,
-                       FEATURES=shape.features // (1 + gated), ROWS=rows, STEPS=32 if gated else 8,
-                       STAGES=shape.stages, WAITS=True, **absent)
+types = dict(x_TD="*fp8e4nv", x_scale_BT="*fp32", weight_ND="*fp8e4nv", scale="*fp32",
+             residual_TN="*bf16", y_TN="*bf16", parts="*fp32", tickets_X="*i32")
+for rows in SHAPES:
+    for shape, steps in zip(SHAPES[rows], (8, 32), strict=True):
+        absent = {} if steps == 8 else dict(residual_TN=None, parts=None)
+        ptx = compiled(few_fp8_kernel, types, shape.warps, N=6144, D=4096, SHARED=128, ROWS=rows,
+                       FEATURES=shape.features, STEPS=steps, STAGES=shape.stages, WAITS=True,
+                       **absent)
         assert ".e4m3.e4m3" in ptx, "weights are widened"
 """,
 }
@@ -142,7 +148,7 @@ def test_kernels_compile_for_hopper(name: str, is_fp8: bool) -> None:
     code = KERNELS[name].replace("LATENTS", "fp8e4nv" if is_fp8 else "bf16")
     scales = "SCALES = {}" if is_fp8 else "SCALES = {'scales_PS': None}"
     lines = printed(f"{COMPILE}{scales}\n{code}")
-    assert len(lines) == (12 if name == "few_fp8" else 2)
+    assert len(lines) == (6 if name == "few_fp8" else 2)
     names = ("conv", "scan") if name == "delta_prefill" else (name,)
     assert {*lines} == {f"compiled {each}_kernel True" for each in names}
 

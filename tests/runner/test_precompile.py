@@ -147,7 +147,7 @@ def test_attention_of_latents(drafts: int, folder: Path) -> None:
 
 
 def test_products_of_fp8_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many rows use these kernels; few rows use Triton."""
+    """An fp8 weight has kernels for many rows, and others for few."""
     monkeypatch.setattr("nanovllm.layers.kernels.obstacle", lambda device: None)
     found = on_a_gpu("qwen3-8b", skinny_linear="cute", fp8_linear="cute")
     quantised = replace(
@@ -161,6 +161,12 @@ def test_products_of_fp8_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     kinds = "False, False, False", "True, False, False"
     assert {f"(256, 128, 2, 128, {kind})" for kind in kinds} < {*many}
     assert "(128, 256, 2, 128, False, False, True)" in many
+    few = [arguments for name, arguments in jobs if name == "few_fp8_cute:compile_product"]
+    assert len(few) == 12  # for each of four products: up to 2 rows, 8 and 16
+    assert "(8, 1, 74, 32, True, True, True, False)" in few
+    kernels = replace(found.recipe.kernels, fp8_linear="tiled")
+    tiled = dataclasses.replace(found, recipe=replace(found.recipe, kernels=kernels))
+    assert not [job for job in jobs_for(tiled) if "few_fp8" in job.function]
 
 
 def test_the_products_of_experts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,12 @@
-"""GEMM of few rows with block-fp8 weights in one launch: y = f(x) W^T, with split-K.
+"""GEMM of up to 64 quantised rows with block-fp8 weights in one launch: y = x W^T, with split-K.
 
-f is the identity or an RMSNorm. The epilogue is nothing, SiLU-mul, or the addition of the residual
-stream. The references in few_fp8_cases.py are the same as for many rows. They quantise x with a
-scale per row and 128 inputs, and scale each sum over 128 inputs separately, in float32.
+y may be added to the residual stream. The reference in few_fp8_cases.py is the same as for many
+rows: each sum over 128 inputs is scaled separately, in float32. Up to FEW_ROWS rows that are not
+quantised have a kernel in few_fp8_cute.py, which takes all weights of 64 rows or a multiple.
 
-Decision: weights are the tensor cores' operand with 64 rows, x the one with 8, both as fp8. Up to
-FEW_ROWS rows of x are quantised by each program inside its loop; more are better quantised once,
-before. Quantising a program's whole slice before its loop was not faster. One row of 4096x4096 took
-8.2 us in place of 8.3. One of 4096x12288 took 17.1 in place of 16.1, and 16.0 if x is already
-quantised. Tiles of 16 or 32 features with all of their inputs, in 16 bits, took 7.0 and 14.9 us if
-x was already quantised. They took 9.7 and 18.9 us if each program quantised it. A gate_up of
-24576x4096 took 35 us that way. It takes 34 us here, and 31 if x is already quantised.
-
-Decision: the norm has no launch of its own. Quantisation does not depend on a common factor of a
-row. So the norm's weight is applied before quantisation, and its factor at the end.
+Decision: weights are the tensor cores' operand with 64 rows, x the one with 8, both as fp8. Tiles
+of 16 or 32 features with all of their inputs, in 16 bits, took 14.9 us in place of 16.0 for one row
+of 4096x12288, but 35 in place of 31 for 24576x4096.
 
 Decision: all programs should run at once. If there are too few tiles of features for that, the
 inputs of a tile are split over several programs (split-K). The last program to finish, found by an
@@ -38,8 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.device import launches_early, processors
-from nanovllm_kernels.fp8_reference import FEW_ROWS, FP8, Scaled
-from nanovllm_kernels.products.quantise import scaled
+from nanovllm_kernels.fp8_reference import Scaled
 from nanovllm_kernels.triton_parts import INTERPRETED, launch_dependents, wait
 
 MOST_ROWS = 64  # of x; with more, tiles of many rows are faster
@@ -54,7 +46,7 @@ INTERPRETED_PROCESSORS = 2
 class Shape(NamedTuple):
     """Tile and launch settings of a program."""
 
-    features: int  # gate and up together
+    features: int
     stages: int  # depth of the load pipeline
     warps: int
     programs: int  # resident programs per multiprocessor
@@ -99,117 +91,70 @@ def steps_of(num_tiles: int, num_blocks: int, rows: int, at_once: int, num_proce
     return min(range(min(LEAST_STEPS, most), most + 1), key=cost)
 
 
-class FewFp8:
-    """Kernels of layers.products.Skinny for Scaled weights."""
-
-    def fits(self, num_rows: int, weight: Scaled, **_: bool) -> bool:
-        return num_rows <= FEW_ROWS and weight.dtype == FP8
-
-    def linear(self, x_TD: Tensor, weight: Scaled) -> Tensor:
-        return product(x_TD, None, weight)
-
-    def linear_add(self, x_TD: Tensor, weight: Scaled, residual_TN: Tensor) -> Tensor:
-        """Add to the residual stream in place."""
-        return product(x_TD, None, weight, residual_TN=residual_TN)
-
-    def norm_linear(
-        self,
-        x_TD: Tensor,
-        norm_weight_D: Tensor,
-        eps: float,
-        weight: Scaled,
-        *,
-        gated: bool = False,
-    ) -> Tensor:
-        return product(x_TD, None, weight, norm_weight_D, eps, gated=gated)
-
-
-FEW_FP8 = FewFp8()
-
-
 def product(
-    x_TD: Tensor,
-    x_scale_BT: Tensor | None,
-    weight: Scaled,
-    norm_weight_D: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    *,
-    gated: bool = False,
+    x8_TD: Tensor, x_scale_BT: Tensor, weight: Scaled, residual_TN: Tensor | None = None
 ) -> Tensor:
     """Return y_TN in bfloat16. If there is a residual stream, add to it in place and return it.
 
-    `x_scale_BT` has the scales if x is quantised, [D / 128 rounded up, T or more].
+    `x_scale_BT` is [D / 128 rounded up, T or more].
     """
-    (num_rows, width), device = x_TD.shape, x_TD.device
-    num_features = len(weight.weight_ND) // (1 + gated)
-    assert 0 < num_rows <= MOST_ROWS and x_TD.stride(1) == 1
+    (num_rows, width), device = x8_TD.shape, x8_TD.device
+    num_features = len(weight.weight_ND)
+    assert 0 < num_rows <= MOST_ROWS and x8_TD.stride(1) == 1
     assert weight.weight_ND.is_contiguous() and weight.scale.is_contiguous()
     y_TN = residual_TN
     if y_TN is None:
-        y_TN = x_TD.new_empty(num_rows, num_features, dtype=torch.bfloat16)
+        y_TN = x8_TD.new_empty(num_rows, num_features, dtype=torch.bfloat16)
     rows = max(16, triton.next_power_of_2(num_rows))
-    num_blocks, shape = triton.cdiv(width, DEEP.value), shape_of(rows, len(weight.weight_ND))
-    num_tiles = triton.cdiv(num_features, shape.features // (1 + gated))
+    num_blocks, shape = triton.cdiv(width, DEEP.value), shape_of(rows, num_features)
+    num_tiles = triton.cdiv(num_features, shape.features)
     num_processors = processors(device) if device.type == "cuda" else INTERPRETED_PROCESSORS
     steps = steps_of(num_tiles, num_blocks, rows, shape.programs, num_processors)
     splits, parts = triton.cdiv(num_blocks, steps), None
     if splits > 1:
-        parts = x_TD.new_empty(num_tiles * splits, 1 + shape.features, rows, dtype=torch.float32)
+        parts = y_TN.new_empty(num_tiles * splits, shape.features, rows, dtype=torch.float32)
     waits = launches_early(num_rows, device)
-    scale_stride = 0 if x_scale_BT is None else x_scale_BT.stride(0)
     few_fp8_kernel[(splits, num_tiles)](
-        x_TD, x_scale_BT, weight.weight_ND, weight.scale, norm_weight_D, residual_TN, y_TN, parts,
-        tickets(device), num_rows, x_TD.stride(0), scale_stride, y_TN.stride(0), eps,
-        N=num_features, D=width, SHARED=weight.block_rows, GATED=gated,
-        FEATURES=shape.features // (1 + gated), ROWS=rows, STEPS=steps, STAGES=shape.stages,
-        WAITS=waits, launch_pdl=waits, num_warps=shape.warps,
+        x8_TD, x_scale_BT, weight.weight_ND, weight.scale, residual_TN, y_TN, parts,
+        tickets(device), num_rows, x8_TD.stride(0), x_scale_BT.stride(0), y_TN.stride(0),
+        N=num_features, D=width, SHARED=weight.block_rows, FEATURES=shape.features, ROWS=rows,
+        STEPS=steps, STAGES=shape.stages, WAITS=waits, launch_pdl=waits, num_warps=shape.warps,
     )  # fmt: skip
     return y_TN
 
 
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
 def few_fp8_kernel(
-    x_TD, x_scale_BT, weight_ND, scale, norm_weight_D, residual_TN, y_TN, parts, tickets_X,
-    num_rows, x_stride, scale_stride, y_stride, eps, N: tl.constexpr, D: tl.constexpr,
-    SHARED: tl.constexpr, GATED: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr,
-    STEPS: tl.constexpr, STAGES: tl.constexpr, WAITS: tl.constexpr,
+    x_TD, x_scale_BT, weight_ND, scale, residual_TN, y_TN, parts, tickets_X, num_rows, x_stride,
+    scale_stride, y_stride, N: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr,
+    FEATURES: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    WAITS: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of features with a slice of the inputs. SHARED rows of W share a scale."""
     BLOCKS: tl.constexpr = (D + DEEP - 1) // DEEP
     SPLITS: tl.constexpr = (BLOCKS + STEPS - 1) // STEPS
-    ALL: tl.constexpr = 2 * FEATURES if GATED else FEATURES
-    within = tl.program_id(1) * FEATURES + tl.arange(0, ALL) % FEATURES
-    line = tl.arange(0, ALL) // FEATURES * N + tl.minimum(within, N - 1)
+    feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    line = tl.minimum(feature, N - 1)
     begin, row = tl.program_id(0) * STEPS, tl.arange(0, ROWS)
     end, valid = tl.minimum(begin + STEPS, BLOCKS), row < num_rows
     launch_dependents(WAITS)
     wait(WAITS)
-    sums, squares = slice_of(
-        x_TD, x_scale_BT, weight_ND, scale + line // SHARED * BLOCKS, norm_weight_D, line, row,
-        valid, begin, end, x_stride, scale_stride, D, ALL, ROWS, STAGES,
+    sums = slice_of(
+        x_TD, x_scale_BT, weight_ND, scale + line // SHARED * BLOCKS, line, row, valid, begin, end,
+        x_stride, scale_stride, D, FEATURES, ROWS, STAGES,
     )  # fmt: skip
     if SPLITS > 1:
-        at = row[None, :] * ALL + tl.arange(0, ALL)[:, None]
-        parts += tl.program_id(1) * (SPLITS * (ALL + 1) * ROWS)
-        own = parts + tl.program_id(0) * ((ALL + 1) * ROWS)
-        tl.store(own + at, sums, valid[None, :])
-        tl.store(own + ALL * ROWS + row, squares, valid)
+        at = row[None, :] * FEATURES + tl.arange(0, FEATURES)[:, None]
+        parts += tl.program_id(1) * (SPLITS * FEATURES * ROWS)
+        tl.store(parts + tl.program_id(0) * (FEATURES * ROWS) + at, sums, valid[None, :])
         tl.debug_barrier()  # all threads have stored
         if tl.atomic_add(tickets_X + tl.program_id(1), 1) < SPLITS - 1:
             return
         tl.store(tickets_X + tl.program_id(1), 0)
-        sums, squares = tl.zeros_like(sums), tl.zeros_like(squares)
+        sums = tl.zeros_like(sums)
         for nth in tl.range(SPLITS, loop_unroll_factor=SPLITS if ROWS <= 16 else 1):
-            part = parts + nth * ((ALL + 1) * ROWS)
+            part = parts + nth * (FEATURES * ROWS)
             sums += tl.load(part + at, valid[None, :], 0.0, cache_modifier=".cg")
-            squares += tl.load(part + ALL * ROWS + row, valid, 0.0, cache_modifier=".cg")
-    if norm_weight_D is not None:
-        sums *= tl.rsqrt(squares / D + eps)[None, :]
-    if GATED:
-        gate, up = sums.reshape(2, FEATURES, ROWS).permute(1, 2, 0).split()
-        sums = gate / (1 + tl.exp(-gate)) * up
-    feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     to = row.to(tl.int64)[None, :] * y_stride + feature[:, None]
     stored = (feature < N)[:, None] & valid[None, :]
     if residual_TN is not None:
@@ -219,10 +164,10 @@ def few_fp8_kernel(
 
 @triton.jit
 def slice_of(
-    x_TD, x_scale_BT, weight_ND, scale, norm_weight_D, line, row, valid, begin, end, x_stride,
-    scale_stride, D: tl.constexpr, ALL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    x_TD, x_scale_BT, weight_ND, scale, line, row, valid, begin, end, x_stride, scale_stride,
+    D: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return the products over a range of input blocks, and the sums of squares for the norm.
+    """Return the products over a range of input blocks.
 
     `scale` points to the first scale of each row of W.
     """
@@ -230,28 +175,19 @@ def slice_of(
     d = tl.arange(0, DEEP)
     weight = weight_ND + line.to(tl.int64)[:, None] * D + d[None, :]
     x_at = x_TD + row.to(tl.int64)[:, None] * x_stride + d[None, :]
-    sums, squares = tl.zeros([ALL, ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([FEATURES, ROWS], tl.float32)
     for block in tl.range(begin, end, num_stages=STAGES):
         at = block * DEEP
-        inside = (d < D - at)[None, :]
         if D == BLOCKS * DEEP:
             w = tl.load(weight + at)
             x = tl.load(x_at + at, valid[:, None], 0.0)
         else:
+            inside = (d < D - at)[None, :]
             w = tl.load(weight + at, inside, 0.0)
             x = tl.load(x_at + at, valid[:, None] & inside, 0.0)
         of_lines = tl.load(scale + block)
-        if x_scale_BT is None:
-            x = x.to(tl.float32)
-            if norm_weight_D is not None:
-                squares += tl.sum(x * x, 1)
-                # One load per row of x: only a two-dimensional load is pipelined like the others.
-                factor_at = norm_weight_D + (0 * row)[:, None] + d[None, :]
-                x *= tl.load(factor_at + at, inside, 0.0).to(tl.float32)
-            x, x_scale = scaled(x)
-        else:
-            x_scale = tl.load(x_scale_BT + block * scale_stride + row, valid, 0.0)
+        x_scale = tl.load(x_scale_BT + block * scale_stride + row, valid, 0.0)
         if INTERPRETED:  # NumPy has no 8-bit floats
             w, x = w.to(tl.float32), x.to(tl.float32)
         sums += tl.dot(w, tl.trans(x)) * (of_lines[:, None] * x_scale[None, :])
-    return sums, squares
+    return sums

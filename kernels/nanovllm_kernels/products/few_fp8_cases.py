@@ -14,7 +14,7 @@ from torch.nn import functional
 from nanovllm_kernels.case import Args, Case, Kernel, Tensors
 from nanovllm_kernels.fp8_reference import BLOCK, Quantised, Scaled, quantise_weight
 from nanovllm_kernels.products import few_fp8, quantise_cases
-from nanovllm_kernels.products.few_fp8 import FEW_FP8
+from nanovllm_kernels.products.few_fp8_cute import FEW_FP8
 from nanovllm_kernels.products.library_linear import add_inputs
 from nanovllm_kernels.products.linear_cases import gated_sizes, linear_inputs, norm_inputs
 
@@ -24,7 +24,13 @@ SMALL: tuple[tuple[Layer, int, int], ...] = (  # N, D; rows of x; rows of W that
     ((100, 1200), 3, 32),
     ((192, 1152), 16, BLOCK),
 )
-TIMED = (1, 4, 16)
+EVEN: tuple[tuple[Layer, int, int], ...] = (  # for kernels that quantise x
+    ((64, 128), 1, BLOCK),
+    ((192, 2304), 2, BLOCK),
+    ((192, 1152), 3, BLOCK),
+    ((576, 2048), 16, BLOCK),
+)
+TIMED = (1, 2, 4, 8, 16)
 
 
 def product_of(
@@ -69,10 +75,10 @@ def quantised(
     x8_TD: Tensor,
     x_scale_BT: Tensor,
     weight: Scaled,
-    *more: Any,  # noqa: ANN401
+    residual_TN: Tensor,
 ) -> Tensors:
     y_TN, sizes_TN = product_of(Quantised(x8_TD, x_scale_BT), weight)
-    return y_TN + more[-1].float(), sizes_TN
+    return y_TN + residual_TN.float(), sizes_TN
 
 
 def scaled(weight_ND: Tensor, block_rows: int) -> Scaled:
@@ -92,7 +98,7 @@ def in_fp8(of: Callable[..., Args], T: int, N: int, D: int, device: torch.device
 def quantised_inputs(T: int, N: int, D: int, device: torch.device) -> Args:
     x_TD, weight_ND, residual_TN = add_inputs(T, N, D, device)
     x8_TD, x_scale_BT = quantise_cases.reference(x_TD)
-    return x8_TD, x_scale_BT.contiguous(), weight_ND, None, 0.0, residual_TN
+    return x8_TD, x_scale_BT.contiguous(), weight_ND, residual_TN
 
 
 def kernel(
@@ -108,6 +114,8 @@ def kernel(
     times the sum of absolute terms.
     """
 
+    is_quantised = of is quantised_inputs
+
     def reference(*args: Any) -> Tensor:  # noqa: ANN401
         return meaning(*args)[0].bfloat16()
 
@@ -115,12 +123,12 @@ def kernel(
         return (expected[0].abs() + meaning(*args)[1] / 4,)
 
     cases = [
-        Case(f"T={T} {N=} {D=} {g=}", partial(in_fp8, of, T, N, D, g=g), small=True)
-        for (N, D), T, g in SMALL
+        Case(f"T={T} {N=} {D=} {g=}", partial(in_fp8, of, T, N, D, g=g), small=is_quantised)
+        for (N, D), T, g in (SMALL if is_quantised else EVEN)
     ]
     cases += [
-        Case(f"{odd} T=9", partial(in_fp8, of, 9, 384, 1024, kind=odd), small=True)
-        for odd in ("spike", "faint") * (of is norm_inputs)
+        Case(f"{odd} {T=}", partial(in_fp8, of, T, 384, 1024, kind=odd))
+        for odd, T in product(("spike", "faint") * (of is norm_inputs), (2, 9))
     ]
     cases += [
         Case(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanovllm_kernels.device import launches_early
 from nanovllm_kernels.fp8_reference import BLOCK, Quantised, empty
-from nanovllm_kernels.triton_parts import INTERPRETED, wait
+from nanovllm_kernels.triton_parts import INTERPRETED, launch_dependents, wait
 
 BLOCKS = 8, 16  # blocks of 128 numbers per program; 16 if the width is a multiple of that
 
@@ -77,6 +77,53 @@ def norm_quantise(
         num_warps=min(max(blocks // 4, 1), 16),
     )
     return result
+
+
+def few_quantise(x_TD: Tensor, norm_weight_D: Tensor | None = None, eps: float = 0.0) -> Quantised:
+    """Return rows, or their norm in float32, quantised. The width is a multiple of 128.
+
+    The next kernel is launched at once, which must be one that loads only weights before it waits.
+    """
+    num_rows, width = x_TD.shape
+    result, waits = empty(num_rows, width, x_TD.device), launches_early(num_rows, x_TD.device)
+    is_normed = norm_weight_D is not None
+    blocks = triton.next_power_of_2(width // BLOCK) if is_normed else BLOCKS[0]
+    few_quantise_kernel[(num_rows, triton.cdiv(width, blocks * BLOCK))](
+        x_TD,
+        norm_weight_D,
+        *result,
+        x_TD.stride(0),
+        num_rows,
+        eps,
+        WIDTH=width,
+        BLOCKS=blocks,
+        WAITS=waits,
+        launch_pdl=waits,
+        num_warps=8 if is_normed else 4,
+    )
+    return result
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def few_quantise_kernel(
+    x_TD, norm_weight_D, values_TD, scale_BT, stride, num_rows, eps, WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    launch_dependents(WAITS)
+    row = tl.program_id(0).to(tl.int64)
+    block, d = places(BLOCKS)
+    if norm_weight_D is not None:
+        norm_weight = tl.load(norm_weight_D + d, d < WIDTH, 0.0).to(tl.float32)
+    wait(WAITS)
+    x = tl.load(x_TD + row * stride + d, d < WIDTH, 0.0).to(tl.float32)
+    if norm_weight_D is not None:
+        factor = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / WIDTH + eps)
+        x *= norm_weight
+    values, scale = scaled(x)
+    if norm_weight_D is not None:  # quantisation does not depend on a common factor of a row
+        scale *= factor
+    tl.store(values_TD + row * WIDTH + d, values, d < WIDTH)
+    tl.store(scale_BT + block * num_rows + row, scale, block * 128 < WIDTH)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -49,6 +49,15 @@ def norm_reference(
     return reference(rms_norm(sum_TD, ones, eps).float() * norm_weight_D.float())
 
 
+def few_reference(x_TD: Tensor, norm_weight_D: Tensor | None, eps: float) -> Quantised:
+    """Quantise rows or their norm, which is not rounded to 16 bits. Its factor is applied last."""
+    x_TD = x_TD.float()
+    if norm_weight_D is None:
+        return reference(x_TD)
+    values_TD, scale_BT = reference(x_TD * norm_weight_D.float())
+    return Quantised(values_TD, scale_BT * torch.rsqrt(x_TD.square().mean(1) + eps))
+
+
 def written(result: Quantised, args: Args) -> Tensors:
     """Return the numbers in float32, their scales, and the residual stream if it is updated.
 
@@ -92,6 +101,13 @@ def of_norm(kind: str, T: int, D: int, device: torch.device) -> Args:
     return x_TD, None if kind == "first" else residual_TD, *rest
 
 
+def of_few(kind: str, T: int, D: int, device: torch.device) -> Args:
+    """Return inputs without a norm, or with one for kind "normed"."""
+    (x_TD,) = inputs("strided", T, D, device)
+    is_normed = kind == "normed"
+    return x_TD, normal(device, D, dtype=x_TD.dtype, seed=3) if is_normed else None, 1e-6
+
+
 def kernel(
     run: Callable[..., Quantised], definition: Callable[..., Quantised], *cases: Case
 ) -> Kernel:
@@ -128,5 +144,14 @@ NORM_QUANTISE = kernel(
     *(
         Case(f"T={T} D=4096", partial(of_norm, "strided", T, 4096), num_bytes=T * 4096 * 7)
         for T in (64, 8192)
+    ),
+)
+FEW_QUANTISE = kernel(
+    quantise.few_quantise,
+    few_reference,
+    *dense(of_few, ("plain", 1, 256), ("normed", 3, 1152)),
+    *(
+        Case(f"{kind} T={T} {D=}", partial(of_few, kind, T, D), num_bytes=T * D * 3)
+        for kind, T, D in (("plain", 16, 12288), ("normed", 16, 4096), ("normed", 4, 7168))
     ),
 )

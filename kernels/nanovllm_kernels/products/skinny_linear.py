@@ -50,7 +50,7 @@ from torch import Tensor
 
 from nanovllm_kernels.compile_cache import CachedCompile, Compiled
 from nanovllm_kernels.like import compiled, like
-from nanovllm_kernels.ring_cute import READ_ONCE, next_stage, of_four
+from nanovllm_kernels.ring_cute import READ_ONCE, next_stage, of_four, send_bulk
 
 DEEP = 64  # inputs in a swizzled 128-byte line of shared memory
 LINE_BYTES = 2 * DEEP
@@ -562,17 +562,7 @@ class Product:
         nth = arch.block_idx()[0]
         source = shared.own.iterator + peer * self.part
         to = arch.map_dsmem_ptr(shared.parts.iterator + nth * self.part, peer)
-        barrier = arch.map_dsmem_ptr(shared.landed, peer)
-        arch.inline_ptx(
-            "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
-            "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
-            read_only_args=[
-                Int32(to.toint()),
-                Int32(source.toint()),
-                num_bytes,
-                Int32(barrier.toint()),
-            ],
-        )
+        send_bulk(source, to, arch.map_dsmem_ptr(shared.landed, peer), num_bytes)
 
     @cute.jit
     def finish(

@@ -1,4 +1,4 @@
-"""Products of few rows with fp8 weights: division of the work, and choice of a kernel by rows.
+"""Products of up to 64 quantised rows with fp8 weights: division of work, and choice of a kernel.
 
 Their results are checked in Triton's interpreter (few_fp8_cases.py, test_interpreted.py), and their
 compilation in test_triton_compiles.py.
@@ -12,7 +12,7 @@ import pytest
 import torch
 from nanovllm_kernels.fp8_reference import FP8, Quantised, Scaled
 from nanovllm_kernels.products import block_fp8_cute, dense_fp8, few_fp8
-from nanovllm_kernels.products.few_fp8 import FEW_FP8, SHAPES, steps_of
+from nanovllm_kernels.products.few_fp8 import SHAPES, steps_of
 from nanovllm_kernels.products.skinny_linear import Kind
 
 
@@ -64,12 +64,6 @@ def weight_of(num_features: int, width: int, block_rows: int = 128) -> Scaled:
     return Scaled(torch.zeros(num_features, width, dtype=FP8), scale, block_rows)
 
 
-def test_up_to_16_rows_are_quantised_on_the_way() -> None:
-    weight = weight_of(24, 40, 8)
-    assert [FEW_FP8.fits(rows, weight, normed=True) for rows in (1, 16, 17)] == [True, True, False]
-    assert not FEW_FP8.fits(1, weight._replace(weight_ND=torch.zeros(24, 40)))
-
-
 def test_up_to_64_rows_are_for_the_kernel_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(few_fp8, "product", lambda x, *_, **more: asked.append((len(x), "few")))
@@ -101,7 +95,7 @@ def test_products_gate_all_rows_that_are_not_few(monkeypatch: pytest.MonkeyPatch
 
 
 def test_tiles_of_many_rows_are_compiled_early() -> None:
-    found = dense_fp8.compiled_for(weight_of(6144, 4096), Kind(normed=True))
+    found = dense_fp8.compiled_for(weight_of(6144, 4096), Kind(normed=True), few=False)
     assert {arguments[-4:] for arguments, _ in found} == {(128, False, False, False)}
     assert (256, 128, 2, 128, False, False, False) in {arguments for arguments, _ in found}
     gated = dense_fp8.compiled_for(weight_of(6144, 4096, 64), Kind(normed=True, gated=True))

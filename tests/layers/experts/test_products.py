@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from nanovllm_kernels.experts.reference import EXPERTS
 from nanovllm_kernels.experts.route_reference import Routing
-from nanovllm_kernels.products.few_fp8 import FEW_FP8
+from nanovllm_kernels.products.few_fp8_cute import FEW_FP8
 
 from nanovllm.config import Kernels, Recipe
 from nanovllm.layers import kernels as recipe_kernels
