@@ -45,6 +45,7 @@ MODELS = (
     ("deepseek-r1", 1, ("kernels.invariant=true",)),
     ("r1-distill-llama-8b", 1, ()),
     ("r1-distill-llama-70b", 4, ()),
+    ("qwen3.5-27b", 2, ()),
 )
 
 

@@ -18,7 +18,11 @@ TIMED = (1, 8, 32, 64, 128)
 def cases(
     kind: Kind, inputs: Callable[..., Args], layers: list[tuple[int, int]]
 ) -> tuple[Case, ...]:
-    """Return cases. `layers` are N, D of Qwen3-0.6B, Qwen3-8B, Qwen3-Next, and 32B on four GPUs."""
+    """Return cases.
+
+    `layers` are N, D of Qwen3-0.6B, Qwen3-8B, Qwen3-Next (also on four GPUs), 32B on four GPUs, and
+    Qwen3.5-27B.
+    """
     N, D = layers[0]
     spiked = [
         Case(f"{odd} T=9 N={N} D={D}", partial(inputs, 9, N, D, kind=odd))
@@ -64,7 +68,7 @@ SKINNY_NORM_LINEAR = Kernel(
     cases(
         Kind(normed=True),
         linear_cases.norm_inputs,
-        [(4096, 1024), (6144, 4096), (12352, 2048), (2560, 5120)],
+        [(4096, 1024), (6144, 4096), (12352, 2048), (3088, 2048), (2560, 5120), (16480, 5120)],
     ),
     ulps_16=2,
     scale=linear_cases.norm_scale,
@@ -76,7 +80,7 @@ SKINNY_NORM_GATE_UP = Kernel(
     cases(
         Kind(normed=True, gated=True),
         linear_cases.norm_inputs,
-        [(6144, 1024), (24576, 4096), (12800, 5120), (25600, 5120)],
+        [(6144, 1024), (24576, 4096), (12800, 5120), (25600, 5120), (34816, 5120)],
     ),
     ulps_16=2,
     scale=linear_cases.gate_up_scale,

@@ -30,11 +30,14 @@ for num_features, width, kind, num_rows in (
     (12800, 5120, gated, 64),
     (12800, 5120, gated, 128),
     (25600, 5120, gated, 64),
+    (34816, 5120, gated, 64),
+    (16480, 5120, normed, 64),
 ):
     shape = shape_of(num_features, width, kind, num_rows)
     stages = Product(shape, kind).stages
     run = compile_product(*shape, *kind)
-    print(*shape, stages, num_features // shape.features * shape.splits, callable(run))
+    blocks = -(-num_features // shape.features) * shape.splits
+    print(*shape, stages, blocks, callable(run))
 """
 CHOICE = """
 for num_features, width, num_rows, kind in (
@@ -49,6 +52,11 @@ for num_features, width, num_rows, kind in (
     (1152, 1024, 1, {"normed": True}),  # 64 or 144 blocks
     (3072, 1024, 1, {"normed": True, "gated": True}),  # 128 blocks, each with a share of 12
     (2048, 1024, 1, {"normed": True, "gated": True}),
+    (3088, 2048, 64, {"normed": True}),  # 32 blocks of 96 and one of 16, in four slices
+    (8240, 5120, 64, {"normed": True}),  # 128 blocks of 64 and one of 48
+    (8240, 5120, 65, {"normed": True}),
+    (8236, 5120, 1, {"normed": True}),  # a row of the result does not begin at 16 bytes
+    (8240, 5120, 1, {"normed": True, "gated": True}),  # both halves would have a partial block
 ):
     weight = torch.empty(num_features, width, dtype=torch.bfloat16, device="meta")
     fits = (SKINNY_LINEAR.fits(num_rows, of, **kind) for of in (weight, weight.half()))
@@ -64,8 +72,9 @@ def test_it_compiles_for_the_layers_of_published_models() -> None:
     """The shapes of all layers are as expected, and their kernels compile.
 
     A shape is weight rows, slices, blocks per multiprocessor, groups, stages and blocks. On 132
-    multiprocessors, one, two or three blocks run at once on each. The last four are weights of
-    Qwen3-32B on four GPUs and on two, which eight features per block and slice cannot divide.
+    multiprocessors, one or two blocks run at once on each. Eight features per block and slice
+    cannot divide weights of Qwen3-32B on four GPUs and on two. The last two are of Qwen3.5-27B:
+    stored in 8 bytes, and with a partial last block. So is the one of 12,352 rows.
     """
     assert said(LAYERS) == [
         "64 2 2 1 5 128 True",
@@ -76,11 +85,13 @@ def test_it_compiles_for_the_layers_of_published_models() -> None:
         "96 1 2 1 5 256 True",
         "192 1 1 2 5 128 True",
         "128 1 2 1 4 1187 True",
-        "32 1 3 1 6 386 True",
+        "96 1 2 1 5 129 True",
         "80 4 2 1 4 128 True",
-        "100 1 2 1 5 128 True",
+        "100 1 1 1 10 128 True",
         "100 1 1 2 7 128 True",
         "100 1 2 1 5 256 True",
+        "136 1 2 1 4 256 True",
+        "128 1 1 1 9 129 True",
     ]
 
 
@@ -89,6 +100,7 @@ def test_what_fits() -> None:
     assert [fits for fits, _ in found] == [
         *("True", "False", "True", "False", "True"),
         *("False", "False", "False", "False", "True", "True"),
+        *("True", "True", "False", "False", "False"),
     ]
     assert {of_other_dtype for _, of_other_dtype in found} == {"False"}
 
@@ -112,7 +124,7 @@ for num_features, width, kind in (
         "24 8 48 96 56",
         "48 8 48 96 104",
         "128 8 128 128 136",
-        "32 8 32 32 40",
+        "96 8 96 96 104",
         "20 4 80 80 24",
         "50 2 56 112 104",
     ]
