@@ -69,6 +69,7 @@ class InFlight:
     was_idle: bool  # first step after the engine was idle
     num_decoded: int  # tokens of decode rows
     num_prompt: int  # prompt tokens
+    host_s: float  # host time of its plan and launch
 
 
 class EngineLoop:
@@ -162,6 +163,7 @@ class EngineLoop:
 
     def step(self) -> None:
         self.clock.skip()
+        spent_s = self.clock.spent_s
         if self.pace is not None:
             self.scheduler.mixed_step_tokens = self.pace.mixed_step_tokens
         self._has_run = bool(self._in_flight)
@@ -181,11 +183,20 @@ class EngineLoop:
             handle = self.executor.launch(plan)
             self.recent.planned(plan)
             self.clock.lap("launch")
+            host_s = self.clock.spent_s - spent_s
             if plan.masked:
                 self._complete(0)  # a mask depends on all tokens before it
                 handle.sample(self.masker.fill(self.scheduler.masked_rows(plan)))
                 self.clock.lap("mask")
-            self._in_flight.append(InFlight(handle, self._was_idle, num_decoded, num_prompt))
+            self._in_flight.append(
+                InFlight(
+                    handle=handle,
+                    was_idle=self._was_idle,
+                    num_decoded=num_decoded,
+                    num_prompt=num_prompt,
+                    host_s=host_s,
+                )
+            )
             if self.pace is not None:
                 self.pace.planned(num_decoded, num_prompt)
         if moves is not None and moves.loads:
@@ -207,12 +218,14 @@ class EngineLoop:
                 self.pace.measured(step.num_decoded, step.num_prompt, step.handle.busy_s)
             if self.scheduler.has_tiers and not step.num_decoded:
                 self.scheduler.computed(step.num_prompt, step.handle.busy_s)
-            is_typical = self.measures and not (step.was_idle or step.num_prompt)
-            period_s = step.handle.busy_s + bubble_s if is_typical else 0.0
-            output = self.scheduler.complete(result, period_s)
-            self.recent.completed(step.handle, bubble_s, output, self.clock.spent_s)
+            spent_s = self.clock.spent_s
+            output = self.scheduler.complete(result)
+            self.recent.completed(step.handle, bubble_s, output, spent_s)
             self._publish(output)
             self.clock.lap("complete")
+            is_typical = self.measures and not (step.was_idle or step.num_prompt)
+            period_s = max(step.handle.busy_s, step.host_s + self.clock.spent_s - spent_s)
+            self.scheduler.measure(result.step, period_s if is_typical else 0.0)
 
     def _publish(self, output: StepOutput) -> None:
         """Publish an output. Only the requests whose grammar failed end with an error."""

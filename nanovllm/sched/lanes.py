@@ -201,14 +201,14 @@ class Lanes:
             for one in lane.admitted(own)
         ]
 
-    def complete(self, result: StepResult, period_s: float = 0.0) -> StepOutput:
-        """Process the result of the oldest step in flight. Implements planner.Planner.
-
-        Its period depends on the drafts of all lanes, so it is no lane's price of drafts.
-        """
+    def complete(self, result: StepResult) -> StepOutput:
+        """Process the result of the oldest step in flight. Implements planner.Planner."""
         assert isinstance(result, LanesResult)
         each = zip(self.lanes, result.lanes, self._in_flight.popleft(), strict=True)
         return joined([lane.complete(own) for lane, own, has_result in each if has_result])
+
+    def measure(self, step: int, period_s: float) -> None:
+        """Do nothing: a period depends on the drafts of all lanes, and is no lane's price."""
 
     def check(self) -> None:
         for lane in self.lanes:

@@ -107,11 +107,15 @@ class Planner(Protocol):
         """Return the admissions of the latest plan, for observers."""
         ...
 
-    def complete(self, result: StepResult, period_s: float = 0.0) -> StepOutput:
-        """Process the result of the oldest step in flight.
+    def complete(self, result: StepResult) -> StepOutput:
+        """Process the result of the oldest step in flight."""
+        ...
 
-        `period_s` is its device time and the idle time before it, in seconds. It is 0 if that is
-        not typical of its rows: if it has prompts, or follows an idle time of the engine.
+    def measure(self, step: int, period_s: float) -> None:
+        """Note the time of each completed step: the device's or the host's, whichever is longer.
+
+        It is in seconds. It is 0 if it is not typical of the step's rows: if the step has prompts,
+        or follows an idle time of the engine.
         """
         ...
 

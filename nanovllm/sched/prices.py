@@ -3,8 +3,11 @@
 Decision: a price is a ratio of medians of the latest steps of one class of rows (numbers within a
 factor of four), so that one slow step changes nothing. It contains all that drafts cost: the wider
 verification, the passes of a draft model, and the host's share where the host is slower than the
-device. Drafts that always pay would leave the time without drafts unknown. So a few steps of each
-class have no drafts: one of the first steps, and then one in MEASURE_EVERY.
+device. A step's time is therefore the device's, or the host's for its plan, its launch and its
+results, whichever is longer. The device's idle time before a step would not do: the host spends it
+on the steps before as well, so that steps without drafts seem as slow as those with drafts. Drafts
+that always pay would leave the time without drafts unknown. So a few steps of each class have no
+drafts: one of the first steps, and then one in MEASURE_EVERY.
 """
 
 from __future__ import annotations
@@ -45,9 +48,9 @@ class DraftPrices:
             self._plain_at[rows] = step
 
     def measure(self, step: int, period_s: float) -> None:
-        """Add the period of a completed step: device time and idle time before it, in seconds.
+        """Add the time of a completed step, in seconds. 0: it has not been measured.
 
-        0 means that it has not been measured. Steps complete in order.
+        Steps complete in order.
         """
         kind = self._planned.pop(step, None)
         if kind is not None and period_s > 0:

@@ -379,9 +379,12 @@ class Scheduler:
 
     # -- completion -------------------------------------------------------------------------
 
-    def complete(self, result: StepResult, period_s: float = 0.0) -> StepOutput:
+    def measure(self, step: int, period_s: float) -> None:
+        """Note the time of a completed step, for the price of drafts."""
+        self._drafting.prices.measure(step, period_s)
+
+    def complete(self, result: StepResult) -> StepOutput:
         """Append a step's tokens, finish requests, register pages. Steps complete in order."""
-        self._drafting.prices.measure(result.step, period_s)
         flight, lines = self._decoding.pop_flight(result.step), result.tokens
         rows = flight.rows
         if len(lines) != len(rows.requests):

@@ -93,7 +93,9 @@ def simulate(
             flying.append((result, (device.cost - before) * (is_measured and not plan.chunks)))
         # The next step is planned before the result of this one.
         while len(flying) > (plan is not None):
-            scheduler.complete(*flying.popleft())
+            result, period_s = flying.popleft()
+            scheduler.complete(result)
+            scheduler.measure(result.step, period_s)
     return scheduler.stats().generated_tokens / device.cost, scheduler, device
 
 
