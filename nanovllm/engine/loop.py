@@ -223,9 +223,11 @@ class EngineLoop:
             self.recent.completed(step.handle, bubble_s, output, spent_s)
             self._publish(output)
             self.clock.lap("complete")
+            busy_s, host_s = step.handle.busy_s, step.host_s + self.clock.spent_s - spent_s
             is_typical = self.measures and not (step.was_idle or step.num_prompt)
-            period_s = max(step.handle.busy_s, step.host_s + self.clock.spent_s - spent_s)
-            self.scheduler.measure(result.step, period_s if is_typical else 0.0)
+            has_clock = busy_s > 0  # a simulated device has none
+            period_s = max(busy_s, host_s) if is_typical and has_clock else 0.0
+            self.scheduler.measure(result.step, period_s)
 
     def _publish(self, output: StepOutput) -> None:
         """Publish an output. Only the requests whose grammar failed end with an error."""
