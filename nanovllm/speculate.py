@@ -18,6 +18,7 @@ KEYS: dict[str, tuple[object, tuple[str, ...]]] = {  # key: default, methods tha
     "taps": ([], ("eagle3",)),
     "rope_theta": (None, ("eagle3",)),
     "drafts_by": ("shared", MODELS),
+    "head_dtype": ("auto", ("mtp",)),
 }
 MOST_DRAFTS = 7
 MOST_MATCH = 1024
@@ -63,6 +64,10 @@ class Speculate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # shared: models draw drafts with the noise and temperature of the target's draws. argmax: they
     # take their most likely token.
     drafts_by: Literal["shared", "argmax"] = "shared"
+    # mtp: the output head that drafts are read from. fp8: a copy in block fp8, in addition to the
+    # model's own head. own: the model's own head. auto: fp8 if a kernel of this GPU multiplies with
+    # it. The text does not change, but a few other drafts may be accepted.
+    head_dtype: Literal["auto", "fp8", "own"] = "auto"
     # Feed as many drafts as pay off, by their acceptance so far. false: feed all that have room.
     adapt: bool = True
 

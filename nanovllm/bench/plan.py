@@ -140,7 +140,7 @@ def plan_of(config: Config, gpu: Gpu, size: int, models: Models | None = None) -
     Raise ConfigError if the recipe is invalid, or the model cannot be cut over the ranks.
     """
     recipe = config.recipe
-    sized = config if gpu is CPU else with_numbers_of_a_gpu(config)
+    sized = config if gpu is CPU else with_numbers_of_a_gpu(config, is_hopper=gpu.is_hopper)
     resolved = resolve_config(sized, first_rank(recipe.parallel).first_of(size))
     models = {} if models is None else models
     key = resolved.mesh, resolved.max_model_tokens
@@ -175,15 +175,20 @@ def plan_of(config: Config, gpu: Gpu, size: int, models: Models | None = None) -
     )
 
 
-def with_numbers_of_a_gpu(config: Config) -> Config:
+def with_numbers_of_a_gpu(config: Config, *, is_hopper: bool) -> Config:
     """Return the config with "auto" resolved as on a GPU, for a machine without one.
 
-    The cache has room for every context.
+    The cache has room for every context. `is_hopper`: the GPU has fp8 kernels.
     """
     model = read_model_config(config)[1]
     recipe = resolve(config.recipe, model.max_position_embeddings, model.STEP_TOKENS)
     dtype = "bfloat16" if recipe.dtype == "auto" else recipe.dtype
-    return replace(config, recipe=replace(recipe, device="cpu", dtype=dtype, kernels=Kernels()))
+    speculate, has_fp8 = recipe.speculate, is_hopper and dtype == "bfloat16"
+    if speculate is not None and speculate.head_dtype == "auto" and speculate.method == "mtp":
+        named = "fp8" if has_fp8 and recipe.kernels.fp8_linear != "torch" else "own"
+        speculate = replace(speculate, head_dtype=named)
+    changes = dict(device="cpu", dtype=dtype, kernels=Kernels(), speculate=speculate)
+    return replace(config, recipe=replace(recipe, **changes))
 
 
 # -- nearest plan that fits -----------------------------------------------------------------------

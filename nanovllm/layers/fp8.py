@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from msgspec import Struct
-from nanovllm_kernels.fp8_reference import BLOCK, FP8
-from torch import nn
+from nanovllm_kernels.fp8_reference import BLOCK, FP8, Scaled, quantise_weight
+from torch import Tensor, nn
 
 from nanovllm.config import ConfigError
 from nanovllm.layers.linear import AddLinear, Layer, Linear, NormLinear, Placement
+from nanovllm.layers.ops import Ops
+from nanovllm.layers.products import Dequantised, Fusion
 from nanovllm.parallel.mesh import Span
 
 SUPPORTED: dict[str, tuple[Any, ...]] = {  # values of quantization_config
@@ -27,6 +29,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {  # values of quantization_config
     "fmt": ("e4m3", "float8_e4m3fn"),
     "activation_scheme": ("dynamic",),
 }
+COPIED = 64 * BLOCK  # rows that are quantised at a time, in float32
 
 
 class BlockFp8(Struct, frozen=True):
@@ -130,6 +133,60 @@ def to_fp8(linear: Linear) -> None:
 
 def fp8_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+
+
+class Fp8Copy(Layer):
+    """Block fp8 copy of the weight of `source`, which keeps its own.
+
+    The copy is made when the source is loaded. Its tensors are buffers, since no tensor of a
+    checkpoint fills them. Blocks start at the first row of this rank's share.
+    """
+
+    def __init__(self, source: Linear) -> None:
+        super().__init__()
+        self._source = (source,)  # in a tuple, so that it is no submodule
+        self.dtype = source.dtype
+        weight = empty_copy(source.weight.shape, source.dtype)
+        self.register_buffer("weight", weight.weight_ND, persistent=False)
+        self.register_buffer("weight_scale", weight.scale, persistent=False)
+        self.by_rows = source.ops.by_rows(weight, Fusion())
+
+    @property
+    def operand(self) -> Scaled:
+        weight, scale = self._buffers["weight"], self._buffers["weight_scale"]
+        assert weight is not None and scale is not None
+        return Scaled(weight, scale, rows_dtype=self.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.buffers())
+
+    def after_load(self) -> None:
+        """Quantise the rows of the source."""
+        weight_ND, scale, *_ = self.operand
+        for at in range(0, len(weight_ND), COPIED):
+            numbers, scales = quantise_weight(self._source[0].weight[at : at + COPIED])
+            weight_ND[at : at + COPIED] = numbers
+            scale[at // BLOCK : at // BLOCK + len(scales)] = scales
+
+    def product(self, x_TD: Tensor) -> Tensor:
+        """Return y_TN for this rank's output features."""
+        y_TN: Tensor = self.by_rows[len(x_TD)].run(x_TD, self.operand)
+        return y_TN
+
+
+def empty_copy(shape: tuple[int, ...], dtype: torch.dtype) -> Scaled:
+    """Return an uninitialised weight in block fp8 for rows of `dtype`, on the default device."""
+    blocks = [-(-size // BLOCK) for size in shape]
+    weight_ND, scale = torch.empty(shape, dtype=FP8), torch.empty(blocks, dtype=torch.float32)
+    return Scaled(weight_ND, scale, rows_dtype=dtype)
+
+
+def has_kernel(ops: Ops, shape: tuple[int, int], dtype: torch.dtype) -> bool:
+    """Return True if a kernel multiplies rows of `dtype` with a block fp8 weight of this shape."""
+    with torch.device("meta"):
+        weight = empty_copy(shape, dtype)
+    return ops.by_rows(weight, Fusion())[1].name != Dequantised.name
 
 
 def block_rows_of(placement: Placement) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nanovllm.attention.base import ForwardContext
 from nanovllm.layers.embedding import VocabEmbedding
+from nanovllm.layers.fp8 import Fp8Copy
 from nanovllm.layers.linear import Layer, Linear, Placement
 from nanovllm.layers.ops import Ops
 from nanovllm.models.decoder import Decoder, Rule
@@ -34,9 +35,11 @@ class DraftHead(Layer):
     takes_hidden = True
     layers: nn.ModuleList
 
-    def __init__(self, target: Decoder) -> None:
+    def __init__(self, target: Decoder, *, fp8_head: bool = False) -> None:
+        """`fp8_head`: logits of drafts are read from an fp8 copy of the target's output head."""
         super().__init__()
         self._shared = target.embed, target.head  # in a tuple, so that they are no submodules
+        self.head_copy = Fp8Copy(target.head) if fp8_head else None
 
     @property
     def embedding(self) -> VocabEmbedding:
@@ -60,7 +63,8 @@ class DraftHead(Layer):
 
     def logits(self, state_SD: Tensor) -> Tensor:
         """Return logits_SV in the model's dtype, for this rank's span of the vocabulary."""
-        return self._shared[1].product(state_SD)
+        head = self._shared[1] if self.head_copy is None else self.head_copy
+        return head.product(state_SD)
 
 
 def replicated(out_features: int, in_features: int, ops: Ops) -> Linear:

@@ -38,11 +38,16 @@ def rules_of_mtp(spec: MtpSpec, family: type[Decoder]) -> list[Rule]:
 class MtpHead(DraftHead):
     """MTP layer of a target. The rotary table, the embedding and the output head are the target's.
 
+    Decision: drafts may read the output head from an fp8 copy, since the target verifies each of
+    them. Every pass reads the whole head, 1.85 GB of DeepSeek-R1 in bfloat16.
+
     Decision: `proj` is whole on every rank, since a cut one needs a sum over ranks in each pass.
     """
 
-    def __init__(self, spec: MtpSpec, target: Decoder, mesh: Mesh, ops: Ops) -> None:
-        super().__init__(target)
+    def __init__(
+        self, spec: MtpSpec, target: Decoder, mesh: Mesh, ops: Ops, *, fp8_head: bool = False
+    ) -> None:
+        super().__init__(target, fp8_head=fp8_head)
         config, family = spec.config, type(target)
         self.WEIGHTS, self.LESS_ONE = rules_of_mtp(spec, family), spec.less_one
         self.IGNORED = spec.copies

@@ -24,6 +24,7 @@ from torch import nn
 from nanovllm.kv.layout import PagedGroup
 from nanovllm.layers.embedding import VocabEmbedding
 from nanovllm.layers.experts.products import ExpertMLPs
+from nanovllm.layers.fp8 import Fp8Copy
 from nanovllm.layers.linear import AddLinear, Linear, NormLinear
 from nanovllm.log import Progress
 from nanovllm.models.decoder import Decoder
@@ -107,6 +108,8 @@ def products_of(model: nn.Module, *, ordered: bool = False, few_fp8: bool = True
                 kind = Kind(normed=True, gated=module.gated)
             case AddLinear():
                 kind = Kind(added=module.mesh.tp_size == 1)
+            case Fp8Copy():
+                kind = Kind()
             case Linear() if type(module) in (Linear, VocabEmbedding) and len(module.weight):
                 kind = Kind()
             case _:

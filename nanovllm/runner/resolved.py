@@ -20,9 +20,10 @@ from torch import nn
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.choose import choose_backend
 from nanovllm.attention.grouped import bytes_of_element
-from nanovllm.config import Cache, Config, ConfigError, Recipe, resolve_context
+from nanovllm.config import Cache, Config, ConfigError, Recipe, Speculate, resolve_context
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.kv.split import Split, host_page_bytes, room_for_pages, running_bytes
+from nanovllm.layers.fp8 import has_kernel
 from nanovllm.layers.kernels import BESIDE, OPERATIONS, fastest, reason, select_ops
 from nanovllm.layers.ops import Ops
 from nanovllm.models.config import read_model_config
@@ -106,8 +107,10 @@ class Resolved:
         """Return the model that drafts for `target`, with uninitialised parameters, or None."""
         if self.drafts is None:
             return None
+        speculate, most = self.recipe.speculate, self.max_model_tokens
+        is_fp8 = speculate is not None and speculate.head_dtype == "fp8"
         with device, default_dtype(self.dtype):
-            return self.drafts.loader.empty(target, self._ops(), self.max_model_tokens)
+            return self.drafts.loader.empty(target, self._ops(), most, fp8_head=is_fp8)
 
     def empty_models(self, device: torch.device) -> tuple[Decoder, nn.ModuleList]:
         """Return the model, and it together with the model that drafts for it."""
@@ -155,8 +158,9 @@ def resolve_config(config: Config, mesh: Mesh | None = None) -> Resolved:
     )
     backend, kernels, passed_over = choose(own)
     drafts = None if loader is None else DraftSource(loader, choose(loader.layout)[0])
+    speculate = with_head_dtype(recipe, loader, device, dtype)
     return Resolved(
-        recipe=replace(recipe, kernels=kernels),
+        recipe=replace(recipe, kernels=kernels, speculate=speculate),
         family=family,
         model_config=model_config,
         layout=layout,
@@ -197,6 +201,19 @@ def loader_of(
         return None
     make: Callable[..., DraftLoader] = resolve(DRAFT_LOADERS, speculate.method)
     return make(config, model_config, mesh, element_bytes)
+
+
+def with_head_dtype(
+    recipe: Recipe, loader: DraftLoader | None, device: torch.device, dtype: torch.dtype
+) -> Speculate | None:
+    """Return the recipe's `speculate` with head_dtype resolved: fp8 if a kernel supports it."""
+    speculate = recipe.speculate
+    if speculate is None or loader is None or loader.head_shape is None:
+        return speculate
+    if speculate.head_dtype != "auto":
+        return speculate
+    is_fp8 = has_kernel(select_ops(recipe.kernels, device), loader.head_shape, dtype)
+    return replace(speculate, head_dtype="fp8" if is_fp8 else "own")
 
 
 def with_short_states(layout: CacheLayout) -> CacheLayout:

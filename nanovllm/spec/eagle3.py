@@ -24,6 +24,7 @@ class Eagle3Loader:
     """
 
     max_tokens: int | None = None
+    head_shape = None
 
     def __init__(
         self, config: Config, target: DecoderConfig, mesh: Mesh, element_bytes: int
@@ -52,7 +53,9 @@ class Eagle3Loader:
             raise ConfigError(f"{self.spec.path}: {error}") from None
         self.layout = Decoder.cache_layout(self.spec.config, mesh, element_bytes)
 
-    def empty(self, target: Decoder, ops: Ops, max_tokens: int) -> Eagle3Head:
+    def empty(
+        self, target: Decoder, ops: Ops, max_tokens: int, *, fp8_head: bool = False
+    ) -> Eagle3Head:
         """Return the head with uninitialised parameters."""
         return Eagle3Head(self.spec, target, mesh=self.mesh, ops=ops, max_tokens=max_tokens)
 
