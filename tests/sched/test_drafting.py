@@ -11,7 +11,7 @@ import pytest
 
 from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import StepPlan, StepResult
-from nanovllm.sched.drafting import PROBE_EVERY, Drafting, cost, worthwhile
+from nanovllm.sched.drafting import PROBE_DRAFTS, PROBE_EVERY, REST, Drafting, cost, worthwhile
 from nanovllm.sched.prices import MEASURE_EVERY, MEASURE_FIRST, DraftPrices
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.speculate import Drafts
@@ -244,3 +244,23 @@ def test_without_measured_drafts_no_step_is_measured_without_them() -> None:
         prices.plan(step, 4, 12)
         prices.measure(step, 0.0)  # a simulated device has no clock
         assert not prices.is_due(step + 1, 4)
+
+
+def test_drafts_that_are_too_dear_are_asked_about_again_after_a_rest() -> None:
+    """All slots have drafts. A rest ends before a step with a probe."""
+    drafting, slots = Drafting(8, Drafts(most=D)), np.arange(8)
+    for slot in slots.tolist():
+        drafting.begin(slot)
+    for step in range(6):  # a step with drafts takes five times as long
+        drafting.prices.plan(step, 8, 24 * (step % 2))
+        drafting.prices.measure(step, (0.001, 0.005)[step % 2])
+    every = drafting._probe_every(8)
+    assert every == 400 > REST
+    most = np.full(8, D, np.int32)
+    for step, rests_until in ((7, 7 + REST), (every - 3, every)):
+        drafting.prices.plan(step - 1, num_rows=8, num_drafts=0)  # none is due for measurement
+        assert not drafting.rests(step) and not drafting.choose(step, slots, most, 100).any()
+        at = range(step + 1, step + REST + 1)
+        assert [drafting.rests(one) for one in at] == [one < rests_until for one in at]
+    assert drafting.choose(every, slots, most, 100).tolist() == [PROBE_DRAFTS] * 8
+    assert not drafting.rests(every + 1)
