@@ -98,7 +98,7 @@ def test_models_with_experts_take_long_steps_on_gpus_alone(name: str, most: int)
     config = load_config(
         name, ["load.format=dummy", "parallel.tp=1", "schedule.slots=8"], {"device": "cpu"}
     )
-    on_gpu = resolve_config(with_numbers_of_a_gpu(config)).recipe.schedule
+    on_gpu = resolve_config(with_numbers_of_a_gpu(config, is_hopper=True)).recipe.schedule
     assert on_gpu.step_tokens == most
     asked = config.recipe.schedule.step_tokens
     assert resolve_config(config).recipe.schedule.step_tokens == (512 if asked == "auto" else asked)
