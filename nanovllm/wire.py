@@ -70,6 +70,12 @@ class Abort(Struct, frozen=True, tag="abort", array_like=True):
     request_id: int
 
 
+class Unwanted(Struct, frozen=True, tag="unwanted", array_like=True):
+    """The ticket of a request that was refused before the engine received it."""
+
+    ticket: str
+
+
 class LoadAdapter(Struct, frozen=True, tag="load", array_like=True):
     """Load an adapter from a folder in `adapters.folder`, under a name."""
 
@@ -237,5 +243,5 @@ class Beat(Struct, frozen=True, tag="beat", array_like=True):
     late_s: float  # the part of step_age_s beyond the limit that earlier steps suggest
 
 
-ToEngine = Generate | Abort | Look | LoadAdapter | UnloadAdapter
+ToEngine = Generate | Abort | Unwanted | Look | LoadAdapter | UnloadAdapter
 FromEngine = Ready | StepOutput | Beat | Steps | AdapterAnswer

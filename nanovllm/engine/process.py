@@ -57,6 +57,7 @@ from nanovllm.wire import (
     StepOutput,
     ToEngine,
     UnloadAdapter,
+    Unwanted,
 )
 
 log = logging.getLogger("engine")
@@ -355,6 +356,8 @@ class Engine:
                 self._drop(worker)
             case Generate():
                 self._receive(message)
+            case Unwanted(ticket):
+                self._decline(ticket)
             case LoadAdapter() | UnloadAdapter() | ReadAdapter():
                 self._change(message)
             case (request, outcome):
@@ -362,12 +365,19 @@ class Engine:
                     self._compiling.remove(request.request_id)
                     self._start(request, outcome)
             case Abort(request_id) if request_id in self._compiling:
-                self._compiling.remove(request_id)
-                if self._tickets is not None:
-                    self._tickets.pages.settle(request_id)
-                self.grammars.queue.leave(request_id)
+                self._leave_compiling(request_id)
             case _:
                 self.loop.handle(message)
+
+    def _leave_compiling(self, request_id: int) -> None:
+        self._compiling.remove(request_id)
+        if self._tickets is not None:
+            self._tickets.pages.settle(request_id)
+        self.grammars.queue.leave(request_id)
+
+    def _decline(self, ticket: str) -> None:
+        if self._tickets is not None:
+            self._tickets.pages.decline(ticket)
 
     def _change(self, message: LoadAdapter | UnloadAdapter | ReadAdapter) -> None:
         """Change the adapters, and answer the API process."""

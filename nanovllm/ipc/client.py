@@ -33,6 +33,7 @@ from nanovllm.wire import (
     StepOutput,
     TokenLogprobs,
     UnloadAdapter,
+    Unwanted,
 )
 
 log = logging.getLogger("ipc")
@@ -117,6 +118,11 @@ class EngineClient:
     def new_id(self) -> int:
         self._num_ids += 1
         return self.ready.worker << WORKER_BITS | self._num_ids
+
+    def decline(self, ticket: str) -> None:
+        """Send the ticket of a request that is not submitted. Do nothing if the engine is gone."""
+        if not self.is_lost:
+            self._connection.send(Unwanted(ticket))
 
     def submit(self, request: Generate, sink: Sink, stream: SinkGroup) -> None:
         """Submit a request. Raise EngineLostError if the engine is gone.

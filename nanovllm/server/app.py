@@ -11,8 +11,9 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -46,6 +47,7 @@ from nanovllm.server.refusals import RefusalLog
 from nanovllm.server.served import Served
 from nanovllm.server.stream import CLIENT_LEFT, Stream
 from nanovllm.server.template import Prompt
+from nanovllm.transfer.params import ticket_in, used_ticket
 
 log = logging.getLogger("server")
 CHAT = "/v1/chat/completions"
@@ -213,19 +215,20 @@ class App:
         request, prompt = await self._counted(scope, receive, self._prepared)
         request_id = request.request_id or request_id
         route = self._engines.route(request, prompt, self._served.adapter_of(request))
-        stream = Stream(
-            request,
-            prompt,
-            self._served,
-            route.client,
-            writer=writer,
-            metrics=route.metrics,
-            request_id=request_id,
-            seed=secrets.randbits(63),
-            quiet_s=QUIET_S,
-            begun=begun,
-        )
-        stream.open()
+        with self._declining(lambda: used_ticket(request.transfer)):
+            stream = Stream(
+                request,
+                prompt,
+                self._served,
+                route.client,
+                writer=writer,
+                metrics=route.metrics,
+                request_id=request_id,
+                seed=secrets.randbits(63),
+                quiet_s=QUIET_S,
+                begun=begun,
+            )
+            stream.open()
         self._streams.add(stream)
         route.sent()
         try:
@@ -270,24 +273,42 @@ class App:
         if request.transfer.role == "prefill":
             return request.for_prefill, prompt
         if request.constrained_by is not None or request.tools:
-            prompt = await asyncio.get_running_loop().run_in_executor(
-                self._threads, partial(with_grammar, request, prompt, self._served)
-            )
+            with self._declining(lambda: used_ticket(request.transfer)):
+                prompt = await asyncio.get_running_loop().run_in_executor(
+                    self._threads, partial(with_grammar, request, prompt, self._served)
+                )
         return request, prompt
 
     async def _prompted(self, scope: Scope, receive: Receive) -> tuple[ChatRequest, Prompt]:
         served = self._served
         with self._room.taken() as grown:
             body = await read_body(scope, receive, self._max_body_bytes, grown)
-            request: ChatRequest | None = None
-            if len(body) <= LARGE_BYTES:
-                request = served.request(body)
-            if request is None or len(request.messages) > MANY_MESSAGES:
-                return await unless_left(receive, self._large.prepare(body))
-        prompt = await asyncio.get_running_loop().run_in_executor(
-            self._threads, served.template.prompt, request, served.max_model_tokens
-        )
+            with self._declining(lambda: ticket_in(body)):
+                request: ChatRequest | None = None
+                if len(body) <= LARGE_BYTES:
+                    request = served.request(body)
+                if request is None or len(request.messages) > MANY_MESSAGES:
+                    return await unless_left(receive, self._large.prepare(body))
+        with self._declining(lambda: used_ticket(request.transfer)):
+            prompt = await asyncio.get_running_loop().run_in_executor(
+                self._threads, served.template.prompt, request, served.max_model_tokens
+            )
         return request, prompt
+
+    @contextmanager
+    def _declining(self, ticket: Callable[[], str]) -> Iterator[None]:
+        """Decline the ticket of a request that ends in this block.
+
+        Decision: after a status of 5xx a router may try another decode server, which needs the
+        ticket. Then the lease ends by itself.
+        """
+        try:
+            yield
+        except (ApiError, ClientLeftError) as error:
+            is_final = not isinstance(error, ApiError) or error.status < 500
+            if is_final and (text := ticket()):
+                self._engines.decline(text)
+            raise
 
     def _models(self) -> tuple[bytes, bytes]:
         cards = [self._card(name) for name in (*self._served.names, *self._served.adapters)]

@@ -95,6 +95,14 @@ class Engines:
         """Return the engine for a request. The caller reports `sent` and `done` to it."""
         return self._route
 
+    def decline(self, ticket: str) -> None:
+        """Let the prefill server release the pages of a ticket that no engine will receive.
+
+        Each engine of a decode server is connected to all prefill servers, so one suffices.
+        """
+        client = next((client for client in self.clients if not client.is_lost), self.clients[0])
+        client.decline(ticket)
+
     def end(self, at: int, when: float) -> None:
         """Close the connection to engine `at`, which was lost at the time `when` (monotonic).
 

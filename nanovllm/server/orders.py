@@ -12,6 +12,7 @@ from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.served import Served
 from nanovllm.server.tag import structural_tag, vet_tools
 from nanovllm.server.template import Prompt
+from nanovllm.transfer.params import used_ticket
 from nanovllm.wire import Generate, Sampling
 
 MAX_BAD_WORD_TOKENS = 32
@@ -54,7 +55,7 @@ def generates(
         text = "leaves no token: each one allowed ends the output or is banned by bad_words"
         raise misplaced("min_tokens" if request.min_tokens else "bad_words", text)
     packed, adapter = array("i", prompt.ids).tobytes(), served.adapter_of(request)
-    role, ticket = request.transfer.role, request.transfer.ticket or ""
+    ticket = used_ticket(request.transfer)
     return [
         Generate(
             request_id=request_id,
@@ -66,9 +67,9 @@ def generates(
             salt=request.cache_salt or "",
             grammar=prompt.grammar,
             adapter=adapter,
-            lends=role == "prefill",
+            lends=request.transfer.role == "prefill",
             # The other choices share the pages that the first one reads.
-            ticket=ticket if role == "decode" and index == 0 else "",
+            ticket=ticket if index == 0 else "",
         )
         for index, request_id in enumerate(ids)
     ]

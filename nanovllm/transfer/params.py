@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import msgspec
 from msgspec import Struct
 
 from nanovllm.transfer.tickets import MAX_TEXT
@@ -61,6 +62,24 @@ def _flag(value: dict[Any, Any], name: str) -> bool:
     if flag is not None and not isinstance(flag, bool):
         raise ValueError(f"{FIELD}.{name} must be true, false or null")
     return flag is True
+
+
+def ticket_in(body: bytes) -> str:
+    """Return the ticket of a request whose other fields may be wrong; "" without one."""
+    try:
+        params = parse_params(msgspec.json.decode(body, type=_Handed).kv_transfer_params)
+    except (ValueError, RecursionError):  # the former also of msgspec
+        return ""
+    return used_ticket(params)
+
+
+def used_ticket(params: TransferParams) -> str:
+    """Return the ticket of a `decode`, "" without one."""
+    return (params.ticket or "") if params.role == "decode" else ""
+
+
+class _Handed(Struct):
+    kv_transfer_params: Any = None
 
 
 def answer_params(ticket: str, engine: str, request: str, num_tokens: int) -> dict[str, object]:

@@ -7,6 +7,8 @@ Theory of operation:
     3. poll    reports the fetch after P has confirmed the lease; only then pages are used
     4. settle  the request has started or ended: a ticket that was not read is declined
 
+`decline` does the same for a request that an API process has refused before step 1.
+
 Every ticket that names a connected engine thus ends with one message to P: done, or not wanted. All
 methods are called from the engine's thread. A request whose pages do not arrive computes them.
 
@@ -146,6 +148,19 @@ class RemotePages:
         if not offer.is_read and all(one.ticket != offer.ticket for one in self._offers.values()):
             self.counts["not wanted"] += 1
             self._client.decline(offer.ticket)
+
+    def decline(self, text: str) -> None:
+        """Decline the ticket of a request that was refused before it came here.
+
+        Ignore one that this engine cannot use, or that an open request has, too.
+        """
+        try:
+            ticket = self._key.check(text, self._limits.layout, self._limits.identity, time.time())
+        except TicketError:
+            return
+        if all(offer.ticket != ticket for offer in self._offers.values()):
+            self.counts["not wanted"] += 1
+            self._client.decline(ticket)
 
     def holds(self, key: Key) -> bool:
         """Return True if an unread ticket has the page."""

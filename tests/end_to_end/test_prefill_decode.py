@@ -152,7 +152,10 @@ def test_pages_pass_from_p_to_d(servers: Servers) -> None:
     assert re.search(r"vllm:nixl_bytes_transferred_count{.*} 1\b", page), page
     assert servers.p.metric("nanovllm:transfer_leases") == 1  # that of Tim's prompt
     assert any("sent its first" in line for line in servers.d.lines)
-    servers.decode(body, forced)  # its prompt differs, so P gets its pages back
+    refused = {"temperature": -1, "kv_transfer_params": forced}
+    assert httpx.post(servers.d.url + CHAT, json=body | refused).status_code == 400
+    eventually(lambda: servers.p.metric("nanovllm:transfer_leases") == 0)
+    servers.decode(body, forced)  # its prompt differs, and its lease has ended
     for server in (servers.p, servers.d):
         assert any(f"id={ID}" in line for line in server.lines)
 

@@ -31,6 +31,7 @@ from nanovllm.wire import (
     StepOutput,
     ToEngine,
     TokenLogprobs,
+    Unwanted,
 )
 
 USER, END = "<|im_start|>user\n", "<|im_end|>"
@@ -73,6 +74,7 @@ class FakeEngine:
     handover: str = ""  # of all that finish
     is_stuck: bool = False  # starts requests, but never sends a token
     generates: list[Generate] = field(default_factory=list)
+    unwanted: list[str] = field(default_factory=list)  # tickets
     aborts: list[int] = field(default_factory=list)
     running: dict[int, Running] = field(default_factory=dict)
 
@@ -103,7 +105,7 @@ class FakeEngine:
         self.corrupt_after = -1
         self.handover = ""
         self.is_stuck = False
-        for held in (self.generates, self.aborts, self.running):
+        for held in (self.generates, self.unwanted, self.aborts, self.running):
             held.clear()
 
     def die(self) -> None:
@@ -127,6 +129,8 @@ class FakeEngine:
                 if isinstance(message, Abort):
                     self.aborts.append(message.request_id)
                     self.running.pop(message.request_id, None)
+                elif isinstance(message, Unwanted):
+                    self.unwanted.append(message.ticket)
                 elif isinstance(message, Look):
                     writer.write(frame(encoder, self.steps))
                 else:

@@ -17,6 +17,7 @@ from nanovllm.server.protocol import parse_request
 from nanovllm.server.ranges import ranges
 from nanovllm.server.served import Served
 from nanovllm.server.template import Prompt
+from nanovllm.transfer.params import ticket_in
 from tests.server.fake_engine import READY
 from tests.server.serving import body, eventually
 
@@ -78,6 +79,41 @@ def test_the_object_of_a_decode_request(api) -> None:
         ("abc", False),
         ("", False),  # shares the pages of the first choice
     ]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"temperature": -1},
+        {"logit_bias": "x"},
+        {"model": "missing"},
+        {"messages": [{"role": "user", "content": "x " * 600}]},
+        {"messages": [{"role": "user", "content": "x " * 40_000}]},
+        {"messages": [{"role": "nobody", "content": "x"}]},
+        {"structured_outputs": {"regex": "("}},
+        {"allowed_token_ids": [7], "bad_words": ["("]},
+    ],
+)
+def test_the_ticket_of_a_refused_request_is_declined(api, more) -> None:
+    """The prefill server otherwise holds its pages until the lease expires."""
+    response = api.chat("hello", kv_transfer_params=OBJECT, **more)
+    assert response.status_code == 400 + 4 * ("model" in more), response.text
+    assert not api.engine.generates
+    eventually(lambda: api.engine.unwanted == ["abc"])
+
+
+def test_other_refused_requests_decline_nothing(api) -> None:
+    """Without a ticket, as a prefill, or with an object that cannot be read."""
+    wrong = (None, ASKED, OBJECT | {"do_remote_prefill": 1}, OBJECT | {"nanovllm_ticket": 1}, [])
+    for params in wrong:
+        assert api.chat("hello", temperature=-1, kv_transfer_params=params).status_code == 400
+    assert api.chat("hello", temperature=-1, kv_transfer_params=OBJECT).status_code == 400
+    eventually(lambda: api.engine.unwanted == ["abc"])
+
+
+@pytest.mark.parametrize("data", [b"[" * 9, b"[" * 100_000, b'{"a":' * 100_000, b"\xff", b"{}"])
+def test_bodies_without_a_ticket(data) -> None:
+    assert ticket_in(data) == ""
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,17 @@ def test_a_ticket_of_two_requests_stays_when_one_leaves(pair: Pair) -> None:
     assert pair.read(0, 1, 2) == (True, [content(page) for page in (3, 1, 2)])
 
 
+def test_a_ticket_without_a_request_is_declined(pair: Pair) -> None:
+    """As after a refusal by an API process. An open request keeps its ticket."""
+    ticket, other = pair.ticket(), pair.ticket((4,))
+    pair.offer(ticket)
+    for text in (ticket, forged(other), "x", other):
+        pair.d.decline(text)
+    eventually(lambda: len(pair.ended) == 1)
+    assert pair.ended[0].pages == (4,) and pair.d.counts == {"not wanted": 1}
+    assert pair.read(0, 1, 2) == (True, [content(page) for page in (3, 1, 2)])
+
+
 def test_shared_pages_are_lent_to_many(pair: Pair) -> None:
     assert all(pair.p.lend("r", (1, 2, 3, 4, 5), b"", 80) for _ in range(9))
     assert pair.p.leases.num_pages == 5
