@@ -107,6 +107,7 @@ class Connection(HttpToolsProtocol):
         self._in_body = False  # between the end of the headers and the end of `self.cycle`'s body
         self._answered: RequestResponseCycle | None = None  # the cycle being answered
         self._begin = b""  # beginning of a request, until the parser knows its method
+        self._body_left = 0  # bytes of a body of known length that were not received yet
         self._is_unknown = False  # the parser does not have the method of `_begin`
         self._num_headers = 0
         self._head_bytes = 0  # bytes of the first line and of complete headers
@@ -143,6 +144,10 @@ class Connection(HttpToolsProtocol):
         if self._linger_until is not None and not self._may_linger(len(data)):
             return
         if self._is_deaf:
+            return
+        if 0 < (left := self._body_left) < len(data):  # another request begins in this read
+            self.data_received(data[:left])
+            self.data_received(data[left:])
             return
         self._unset_keepalive_if_required()
         was_idle = not (self._in_head or self._in_body)
@@ -210,6 +215,7 @@ class Connection(HttpToolsProtocol):
             raise ApiError(400, text, code=CODE)  # the parser would skip the body
         version = self.parser.get_http_version()
         check_head(version, self.headers)
+        self._body_left = int(dict(self.headers).get(b"content-length", b"0"))
         if (host := host_of_target(self.url)) is not None:  # overrides the header (RFC 9112, 3.2)
             others = [header for header in self.headers if header[0] != b"host"]
             self.headers[:] = [*others, (b"host", host)]
@@ -229,6 +235,7 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._has_turned = True
+        self._body_left = max(self._body_left - len(body), 0)
         super().on_body(body)
 
     def on_message_complete(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 
@@ -139,6 +140,17 @@ CUT = {
 def test_an_unknown_method_is_refused_however_its_line_is_cut(api, name) -> None:
     answer = sent(api, *CUT[name])
     assert answer.startswith(b"HTTP/1.1 501 ") and answer.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize("cut", [0, 2, 4, 6])
+def test_an_unknown_method_is_refused_alike_after_an_early_answer(api, cut) -> None:
+    """The first request is answered before its body is complete."""
+    data = b"abcd" + get(HOST, first="FOO /x HTTP/1.1")
+    first = post(HOST, "Content-Length: 4").replace(b"/v1/chat/completions", b"/v1/nothing", 1)
+    head, _, _ = first.partition(b"\r\n\r\n")
+    answer = sent(api, head + b"\r\n\r\n", *filter(None, (data[:cut], data[cut:])))
+    first, second = re.findall(rb"HTTP/1\.1 (\d+) ", answer)
+    assert (first, second) == (b"404", b"501"), answer
 
 
 def test_a_line_that_cannot_become_valid_is_refused_at_once(api) -> None:
