@@ -161,17 +161,18 @@ class HostTier:
         The load brings pages of the first `end` ones of its text. `before` is the ticket that the
         request has waited for, or 0: no request waits for a second one.
 
-        Pages of another engine are always worth it, as in `is_worth`. They can be read once, so a
-        second load of them would fail.
+        Pages of another engine are always worth it, as in `is_worth`, also for a request that has
+        waited before. They can be read once, so a second load of them would fail.
         """
         for ticket, load in self.loads.items():
             most = min(end - load.first, len(load.keys))
-            if before not in (0, ticket) or most < 1 or load.is_void:
+            if most < 1 or load.is_void:
                 continue
             at = range(most)
             shared = bisect_left(at, True, key=lambda i: keys.full(load.first + i) != load.keys[i])
             is_remote = not load.remote.isdisjoint(load.keys[:shared])
-            if is_remote or (shared and self.is_worth(shared * page_tokens, [])):
+            may_wait = before in (0, ticket)
+            if is_remote or (may_wait and shared and self.is_worth(shared * page_tokens, [])):
                 return ticket
         return 0
 

@@ -280,3 +280,25 @@ def test_requests_with_one_prompt_read_its_ticket_once(seed: int) -> None:
         d.say(spec)
     pair.finish()
     assert pair.counts["right"] == 3 and d.remote.counts == {"read": 1}
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_requests_that_have_waited_for_one_load_read_the_next_ticket_once(seed: int) -> None:
+    """The first load brings the beginning of a longer prompt, of which two requests have one
+    ticket.
+    """
+    pair = Pair(seed)
+    pair.is_loaded, pair.p._lease_s, d = False, 100.0, pair.d
+    short, long = [5] * 14, [5] * 30
+    pair.prompts.update({0: short, 1: long, 2: long})
+    tickets = []
+    for name in (0, 1):
+        pair.p.paper.say(replace(generate(name, pair.prompts[name], 1), lends=True))
+        tickets.append(json.loads(pair.answer_of(pair.p, name))[TICKET])
+    for name, ticket in enumerate((*tickets, "")):
+        spec = replace(generate(name, pair.prompts[name], 4), ticket=ticket)
+        if ticket:
+            d.tickets.offer(spec, b"")
+        d.say(spec)
+    pair.finish()
+    assert pair.counts["right"] == 3 and d.remote.counts == {"read": 2}
