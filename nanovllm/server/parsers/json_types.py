@@ -132,9 +132,17 @@ def _unnamed(schema: Mapping[str, Any]) -> Iterator[object]:
 
 
 def _types(schema: object, root: object, depth: int) -> Types:
-    """Return the types that a schema allows, an empty set if it does not restrict them."""
+    """Return the types that a schema allows, an empty set if it does not restrict them.
+
+    `nullable` is the keyword of OpenAPI 3.0 for "or null".
+    """
     if not isinstance(schema, Mapping) or not depth:
         return frozenset()
+    types = _types_of_keywords(schema, root, depth)
+    return types | {"null"} if types and schema.get("nullable") is True else types
+
+
+def _types_of_keywords(schema: Mapping[str, Any], root: object, depth: int) -> Types:
     named = schema.get("type")
     if named is not None:
         names = named if isinstance(named, list) else [named]

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from nanovllm.server.parsers.json_types import ANY, STRING, as_json, names_of, types_of
-from tests.server.parsers.test_families import call, coder, parameter, seen
+from tests.server.parsers.test_families import call, coder, minimax, parameter, seen
 
 INTEGER, WHOLE = {"type": "integer"}, frozenset({"integer"})
 NAMED = {"properties": {"x": INTEGER}}
@@ -77,6 +77,26 @@ def test_integers_are_a_type_of_their_own(schema, types) -> None:
 def test_a_parameter_that_can_only_be_null_is_no_string(kind) -> None:
     block = coder(parameter("x", "None"))
     assert seen("qwen3_coder", block, schema={"x": {"type": kind}}) == call("f", '{"x": null}')
+
+
+@pytest.mark.parametrize("family", ["qwen3_coder", "minimax_m2"])
+@pytest.mark.parametrize(
+    ("kind", "text", "meaning"),
+    [
+        ("string", "null", "null"),
+        ("string", "None", '"None"'),
+        ("integer", "None", "null"),
+    ],
+)
+def test_a_nullable_parameter_is_one_that_may_be_null(family, kind, text, meaning) -> None:
+    """The keyword is that of OpenAPI 3.0. Without a type it restricts nothing."""
+    block = coder(parameter("x", text))
+    if family == "minimax_m2":
+        block = minimax(f'<parameter name="x">{text}</parameter>')
+    for schema in ({"type": kind, "nullable": True}, {"type": [kind, "null"]}):
+        assert seen(family, block, schema={"x": schema}) == call("f", f'{{"x": {meaning}}}')
+    assert types_of({"properties": {"x": {"nullable": True}}}, "x") == ANY
+    assert types_of({"properties": {"x": {"type": kind, "nullable": False}}}, "x") == {kind}
 
 
 def test_a_client_may_chain_references() -> None:
