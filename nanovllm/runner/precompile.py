@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
 
+import torch
 from nanovllm_kernels.compile_cache import Job
 from nanovllm_kernels.fp8_reference import Scaled
 from nanovllm_kernels.products.gated_linear import compile_gated
@@ -49,7 +50,8 @@ def jobs_of(resolved: Resolved, model: Decoder, draft_model: DraftModel | None =
         own, extra_rows = resolved.drafts.loader.layout.paged[0], 1 - draft_model.lag
         first_passes = {1 + tokens + extra_rows, 1 + extra_rows}
         jobs += attention_of(resolved, own, drafts.layers[own.layers[0]], first_passes)
-    if kernels.gated_linear == "cute":
+    is_16_bit = getattr(torch, resolved.recipe.dtype).itemsize == 2
+    if kernels.gated_linear == "cute" and is_16_bit:  # it has no float32
         jobs.append(compile_gated.job(resolved.recipe.dtype, True))
     for each in models:
         if "cute" in (kernels.skinny_linear, kernels.fp8_linear) or kernels.invariant:
@@ -116,7 +118,7 @@ def products_of(model: nn.Module, *, ordered: bool = False, few_fp8: bool = True
                 continue
         if isinstance(module.operand, Scaled):
             jobs |= dense_fp8.compiled_for(module.operand, kind, few=few_fp8)
-        else:
+        elif module.operand.dtype == torch.bfloat16:  # the only type that it computes
             jobs |= skinny_linear.compiled_for(module.operand, kind, ordered=ordered)
     return [compiles.job(*of) for of, compiles in sorted(jobs, key=itemgetter(0))]
 

@@ -57,7 +57,7 @@ def on_a_gpu(name: str, *more: str, **kernels: str) -> Resolved:
     found = resolve_config(load_config(str(RECIPES / f"{name}.yaml"), changes))
     chosen = replace(found.recipe.kernels, **kernels)
     recipe = replace(found.recipe, dtype="bfloat16", kernels=chosen)
-    return dataclasses.replace(found, recipe=recipe)
+    return dataclasses.replace(found, recipe=recipe, dtype=torch.bfloat16)
 
 
 def jobs_for(found: Resolved) -> list[compile_cache.Job]:
@@ -104,6 +104,16 @@ def test_the_kernels_of_a_recipe(
     ]
     assert jobs_for(on_a_gpu(name, **IN_CUTE)) == expected
     assert len({job.path for job in expected}) == len(expected)
+
+
+def test_products_of_float32_weights_have_no_kernel(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of 16 bits would not compile, or would never be used."""
+    monkeypatch.setattr("nanovllm.layers.kernels.obstacle", lambda device: None)
+    found = on_a_gpu("qwen3-8b", gated_linear="cute", skinny_linear="cute")
+    recipe = replace(found.recipe, dtype="float32")
+    assert jobs_for(dataclasses.replace(found, recipe=recipe, dtype=torch.float32)) == []
 
 
 def test_kernels_of_a_draft_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
