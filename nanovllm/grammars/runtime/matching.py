@@ -191,6 +191,9 @@ class Matcher:
         return bool(self._exact.is_completed())
 
     def accept_token(self, token: int) -> bool:
+        """Accept a token. Return False if the grammar does not allow it, also after its end."""
+        if self.is_terminated():  # xgrammar would write a warning to stderr
+            return False
         if self._free is None:
             return bool(self._exact.accept_token(token))
         here = self._look()

@@ -65,6 +65,16 @@ def tokens_of(mask: np.ndarray) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
+def test_nothing_is_printed_for_a_token_after_the_end(capfd: pytest.CaptureFixture[str]) -> None:
+    """A line of xgrammar on stderr is no JSON, which a log in JSON must be."""
+    matcher = Matcher(compiler().build(tag_of({"const": 1})))
+    (one,) = (token for token, text in enumerate(compiler().texts.spelled) if text == b"1")
+    assert [matcher.accept_token(token) for token in (one, END, one, END)] == [
+        True, True, False, False,
+    ]  # fmt: skip
+    assert matcher.is_terminated() and capfd.readouterr() == ("", "")
+
+
 def check_walk(tag: str, seed: int, steps: int) -> int:
     """Compare with the exact matcher on random text. Return the number of masks near a limit."""
     pair, rng, num_near = compiler().build(tag), Random(seed), 0
