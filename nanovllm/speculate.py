@@ -18,7 +18,7 @@ KEYS: dict[str, tuple[object, tuple[str, ...]]] = {  # key: default, methods tha
     "taps": ([], ("eagle3",)),
     "rope_theta": (None, ("eagle3",)),
     "drafts_by": ("shared", MODELS),
-    "head_dtype": ("auto", ("mtp",)),
+    "dtype": ("auto", ("eagle3", "mtp")),
 }
 MOST_DRAFTS = 7
 MOST_MATCH = 1024
@@ -64,10 +64,11 @@ class Speculate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # shared: models draw drafts with the noise and temperature of the target's draws. argmax: they
     # take their most likely token.
     drafts_by: Literal["shared", "argmax"] = "shared"
-    # mtp: the output head that drafts are read from. fp8: a copy in block fp8, in addition to the
-    # model's own head. own: the model's own head. auto: fp8 if a kernel of this GPU multiplies with
-    # it. The text does not change, but a few other drafts may be accepted.
-    head_dtype: Literal["auto", "fp8", "own"] = "auto"
+    # eagle3, mtp: type of weights that drafts are computed from. own: that of the model. fp8: block
+    # fp8, for all products of an EAGLE-3 head, or a copy of the model's output head. auto: fp8 if a
+    # kernel of this GPU multiplies with it. The text does not change, but a few other drafts may be
+    # accepted.
+    dtype: Literal["auto", "fp8", "own"] = "auto"
     # Feed as many drafts as pay off, by their acceptance so far. false: feed all that have room.
     adapt: bool = True
 
@@ -75,6 +76,11 @@ class Speculate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def writes_by_chance(self) -> bool:
         """Return True if drafts are accepted at given rates, so that the output is not text."""
         return bool(self.accept)
+
+    @property
+    def has_dtype(self) -> bool:
+        """Return True if `dtype` applies to the method."""
+        return self.method in KEYS["dtype"][1]
 
     @property
     def drafts(self) -> Drafts:

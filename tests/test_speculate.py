@@ -139,12 +139,12 @@ NOT_FALLING = "numbers (speculate.tokens) between 0 and 1, each at most the prev
             "speculate.drafts_by is 'both'; it must be shared or argmax",
         ),
         (
-            f"{MODEL} speculate.head_dtype=fp8",
-            "speculate.head_dtype is for method mtp; drop it",
+            f"{MODEL} speculate.dtype=fp8",
+            "speculate.dtype is for method eagle3 or mtp; drop it",
         ),
         (
-            "speculate.method=mtp speculate.head_dtype=int8",
-            "speculate.head_dtype is 'int8'; it must be auto, fp8 or own",
+            "speculate.method=mtp speculate.dtype=int8",
+            "speculate.dtype is 'int8'; it must be auto, fp8 or own",
         ),
         (
             "speculate.method=eagle3",

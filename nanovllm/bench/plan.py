@@ -184,9 +184,9 @@ def with_numbers_of_a_gpu(config: Config, *, is_hopper: bool) -> Config:
     recipe = resolve(config.recipe, model.max_position_embeddings, model.STEP_TOKENS)
     dtype = "bfloat16" if recipe.dtype == "auto" else recipe.dtype
     speculate, has_fp8 = recipe.speculate, is_hopper and dtype == "bfloat16"
-    if speculate is not None and speculate.head_dtype == "auto" and speculate.method == "mtp":
+    if speculate is not None and speculate.dtype == "auto" and speculate.has_dtype:
         named = "fp8" if has_fp8 and recipe.kernels.fp8_linear != "torch" else "own"
-        speculate = replace(speculate, head_dtype=named)
+        speculate = replace(speculate, dtype=named)
     changes = dict(device="cpu", dtype=dtype, kernels=Kernels(), speculate=speculate)
     return replace(config, recipe=replace(recipe, **changes))
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from math import gcd
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from msgspec import Struct
@@ -29,7 +29,11 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {  # values of quantization_config
     "fmt": ("e4m3", "float8_e4m3fn"),
     "activation_scheme": ("dynamic",),
 }
+EVEN_ROWS, EVEN_WIDTH = 8, 16  # what the kernels divide the rows and the width of a weight by
 COPIED = 64 * BLOCK  # rows that are quantised at a time, in float32
+
+
+Made = TypeVar("Made", bound=nn.Module)
 
 
 class BlockFp8(Struct, frozen=True):
@@ -70,29 +74,49 @@ def blocks(
     if quantised is None:
         yield from (make(layer) for layer in range(count))
         return
-    device = torch.get_default_device()
     for layer in range(count):
-        with torch.device("meta"):
-            block = make(layer)
-        modules = dict(block.named_modules())
-        kept = set()
-        for path, module in modules.items():
-            change = getattr(module, "to_fp8", None)
-            if isinstance(module, NormLinear | AddLinear):
-                change = partial(to_fp8, module)
+
+        def is_quantised(path: str, module: nn.Module, layer: int = layer) -> bool:
             names = checkpoint_modules(f"layers.{layer}.{path}", layer, rules)
-            if change is None or not names or is_kept(names, quantised):
-                kept.add(path)
-            else:
-                change()
-        block.to_empty(device=device)
-        for path, module in modules.items():
-            if isinstance(module, AddLinear) and path not in kept:
-                module.set_tables()
-            if isinstance(module, NormLinear) and path not in kept:
-                next_product = f"{path.rpartition('.')[0]}.down"
-                module.set_tables(quantised=next_product not in kept)
-        yield block
+            can_change = isinstance(module, NormLinear | AddLinear) or hasattr(module, "to_fp8")
+            return can_change and bool(names) and not is_kept(names, quantised)
+
+        yield in_fp8(partial(make, layer), is_quantised)
+
+
+def in_fp8(make: Callable[[], Made], is_quantised: Callable[[str, nn.Module], bool]) -> Made:
+    """Return the module that `make` returns, with those of its parts in fp8 that are quantised.
+
+    `is_quantised` takes the path and the module of each part.
+    """
+    device = torch.get_default_device()
+    with torch.device("meta"):
+        whole = make()
+    parts = dict(whole.named_modules())
+    kept = {path for path, part in parts.items() if not is_quantised(path, part)}
+    changed = [(path, part) for path, part in parts.items() if path not in kept]
+    for _, part in changed:
+        change: Callable[[], None] = getattr(part, "to_fp8", partial(to_fp8, part))
+        change()
+    whole.to_empty(device=device)
+    for path, part in changed:
+        if isinstance(part, NormLinear):
+            next_product = f"{path.rpartition('.')[0]}.down"
+            part.set_tables(quantised=next_product not in kept)
+        elif isinstance(part, Linear):
+            part.set_tables()
+    return whole
+
+
+def has_whole_blocks(_: str, module: nn.Module) -> bool:
+    """Return True for a product that ranks cut between fp8 blocks, and that the kernels support."""
+    if not isinstance(module, Linear):
+        return False
+    placement, (num_rows, width) = module.placements["weight"], module.weight.shape
+    ends = [(span.start, span.start + span.count, span.full) for _, span in placement.parts]
+    is_cut_inside = any(start % BLOCK or (end % BLOCK and end < full) for start, end, full in ends)
+    is_whole = block_rows_of(placement) == BLOCK and not is_cut_inside
+    return is_whole and num_rows > 0 and not (num_rows % EVEN_ROWS or width % EVEN_WIDTH)
 
 
 def checkpoint_modules(path: str, layer: int, rules: Iterable[tuple[str, ...]]) -> set[str]:

@@ -80,6 +80,10 @@ class Linear(Layer):
         self.placements = {"weight": placement}
         self.by_rows = ops.by_rows(self.weight, Fusion())
 
+    def set_tables(self) -> None:
+        """Set the table for the weight's type, after it has changed."""
+        self.by_rows = self.ops.by_rows(self.operand, Fusion())
+
     @property
     def operand(self) -> Weight:
         """The weight, in fp8 with its scales.

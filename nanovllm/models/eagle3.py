@@ -7,7 +7,7 @@ the previous pass in later ones. Equations: SafeAILab's EAGLE, and speculators' 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from nanovllm.attention.base import ForwardContext
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embedding import VocabEmbedding
+from nanovllm.layers.fp8 import Made, has_whole_blocks, in_fp8
 from nanovllm.layers.linear import Layer, Linear, Placement
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.norm import RMSNorm
@@ -108,14 +109,29 @@ class Eagle3Head(DraftHead):
     """Head of a target. `max_tokens` is the length of its own rotary table.
 
     Decision: `fc` is whole on every rank, since a cut one needs a sum over ranks.
+
+    Decision: products may be in fp8, since the target verifies each draft. Every pass reads them
+    all, 0.7 GB for a head of Qwen3-8B in bfloat16.
     """
 
     cos_sin_LA: Tensor
 
     def __init__(
-        self, spec: Eagle3Spec, target: Decoder, mesh: Mesh, ops: Ops, max_tokens: int
+        self,
+        spec: Eagle3Spec,
+        target: Decoder,
+        mesh: Mesh,
+        ops: Ops,
+        max_tokens: int,
+        *,
+        fp8: bool = False,
     ) -> None:
-        super().__init__(target)
+        """`fp8`: products are quantised. So is a copy of the target's output head."""
+        super().__init__(target, fp8_head=fp8 and not spec.has_output)
+
+        def typed(make: Callable[[], Made]) -> Made:
+            return in_fp8(make, has_whole_blocks) if fp8 else make()
+
         config = spec.config
         size, eps, num_taps = config.hidden_size, config.rms_norm_eps, len(spec.taps)
         self.spec, self.taps, self.normalises_state = spec, spec.taps, spec.norm_output
@@ -124,15 +140,19 @@ class Eagle3Head(DraftHead):
             self.input_norm = RMSNorm(num_taps * spec.target_size, eps, ops)
         count = num_taps if spec.fc_norm else 0
         self.tap_norms = nn.ModuleList(RMSNorm(spec.target_size, eps, ops) for _ in range(count))
-        self.fc = replicated(size, num_taps * spec.target_size, ops)
+        self.fc = typed(lambda: replicated(size, num_taps * spec.target_size, ops))
         later = partial(Block, config, mesh=mesh, ops=ops, qk_norm=spec.qk_norm)
-        self.layers = nn.ModuleList([PairBlock(spec, mesh, ops)])
-        self.layers.extend(later(layer) for layer in range(1, config.num_hidden_layers))
+        self.layers = nn.ModuleList([typed(lambda: PairBlock(spec, mesh, ops))])
+        layers = range(1, config.num_hidden_layers)
+        self.layers.extend(typed(partial(later, layer)) for layer in layers)
         self.norm = RMSNorm(size, eps, ops)
         self.embed: VocabEmbedding | None = None
         if spec.has_embedding:
             self.embed = VocabEmbedding(spec.target_vocab, size, mesh, ops)
-        self.head, self.draft_ids = output_of(spec, mesh, ops)
+        self.draft_ids = draft_ids_of(spec, mesh)
+        self.head: Linear | None = None
+        if spec.has_output:
+            self.head = typed(lambda: output_of(spec, self.draft_ids, mesh, ops))
         table = cos_sin_table(config.rope_parameters, config.rotary_size, max_tokens)
         self.register_buffer("cos_sin_LA", table, persistent=False)
         self.WEIGHTS, self.IGNORED = [*rules_of(spec)], ignored_of(spec)
@@ -177,19 +197,20 @@ class Eagle3Head(DraftHead):
         return out_SV.index_copy_(1, self.draft_ids.columns_X, self.head.product(x_SD))
 
 
-def output_of(spec: Eagle3Spec, mesh: Mesh, ops: Ops) -> tuple[Linear | None, DraftIds | None]:
-    """Return the head's own product for logits, and its columns if it has a draft vocabulary.
-
-    Without a product, logits are those of the target's output head.
-    """
-    if not spec.has_output:
-        return None, None
-    target_ids = spec.target_ids()
-    size = spec.config.hidden_size
+def draft_ids_of(spec: Eagle3Spec, mesh: Mesh) -> DraftIds | None:
+    """Return this rank's columns with a draft token; None if all tokens are draft tokens."""
+    target_ids = spec.target_ids() if spec.has_output else None
     if target_ids is None:
-        return VocabEmbedding(spec.target_vocab, size, mesh, ops), None
-    ids = DraftIds.of_rank(target_ids, mesh, spec.target_vocab)
-    return Linear(ids.rows.count, size, Placement(0, (("", ids.rows),)), ops), ids
+        return None
+    return DraftIds.of_rank(target_ids, mesh, spec.target_vocab)
+
+
+def output_of(spec: Eagle3Spec, ids: DraftIds | None, mesh: Mesh, ops: Ops) -> Linear:
+    """Return the head's own product for logits, of the whole vocabulary or of its draft tokens."""
+    size = spec.config.hidden_size
+    if ids is None:
+        return VocabEmbedding(spec.target_vocab, size, mesh, ops)
+    return Linear(ids.rows.count, size, Placement(0, (("", ids.rows),)), ops)
 
 
 def rules_of(spec: Eagle3Spec) -> Iterator[Rule]:

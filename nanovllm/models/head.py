@@ -7,6 +7,7 @@ pass in place of the target's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -19,6 +20,8 @@ from nanovllm.layers.linear import Layer, Linear, Placement
 from nanovllm.layers.ops import Ops
 from nanovllm.models.decoder import Decoder, Rule
 from nanovllm.parallel.mesh import Span
+
+log = logging.getLogger("engine")
 
 
 class DraftHead(Layer):
@@ -49,6 +52,12 @@ class DraftHead(Layer):
         """Set the cache of each layer of the head. It may replace an earlier one."""
         for layer, cache in caches.items():
             cast("Any", self.layers[layer]).attn.bind(cache)
+
+    def log_copy(self) -> None:
+        """Log the size of the copy of the output head, if there is one."""
+        if self.head_copy is not None:
+            text = "drafts read an fp8 copy of the output head: %.2f GB (speculate.dtype)"
+            log.info(text, self.head_copy.num_bytes / 1e9)
 
     def given(self, hidden_TD: Tensor, taps: Sequence[Tensor]) -> Tensor:
         """Return the head's states of all tokens, from the target's hidden states or taps."""

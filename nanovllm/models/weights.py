@@ -37,18 +37,24 @@ SHARED = "shared"  # prefix of the parts of a shared expert
 
 
 def fill(
-    model: Decoder | DraftHead, config: Config, folder: Path | None = None, prefix: str = ""
+    model: Decoder | DraftHead,
+    config: Config,
+    folder: Path | None = None,
+    prefix: str = "",
+    *,
+    is_made: bool = False,
 ) -> None:
     """Fill every parameter in place.
 
     `folder` has the weights; None: that of the config. The model has all of its tensors, or those
-    whose names begin with `prefix`. Raise ConfigError if tensors do not fit: one line with the
-    files and all faults.
+    whose names begin with `prefix`. `is_made`: fp8 weights are quantised from other floats while
+    loading, as with `quantize` and for random weights. Raise ConfigError if tensors do not fit: one
+    line with the files and all faults.
     """
     load = config.recipe.load
     wanted = plus_one(destinations(model, model.WEIGHTS), model.LESS_ONE)
     if any(to.into.dtype == FP8 for to in wanted.values()):
-        is_made = load.format == "dummy" or config.recipe.quantize is not None
+        is_made = is_made or load.format == "dummy" or config.recipe.quantize is not None
         wanted = in_blocks(wanted, made=is_made)
     if load.format == "dummy":
         fill_random(wanted, load.seed)

@@ -108,9 +108,9 @@ class Resolved:
         if self.drafts is None:
             return None
         speculate, most = self.recipe.speculate, self.max_model_tokens
-        is_fp8 = speculate is not None and speculate.head_dtype == "fp8"
+        is_fp8 = speculate is not None and speculate.dtype == "fp8"
         with device, default_dtype(self.dtype):
-            return self.drafts.loader.empty(target, self._ops(), most, fp8_head=is_fp8)
+            return self.drafts.loader.empty(target, self._ops(), most, fp8=is_fp8)
 
     def empty_models(self, device: torch.device) -> tuple[Decoder, nn.ModuleList]:
         """Return the model, and it together with the model that drafts for it."""
@@ -158,7 +158,7 @@ def resolve_config(config: Config, mesh: Mesh | None = None) -> Resolved:
     )
     backend, kernels, passed_over = choose(own)
     drafts = None if loader is None else DraftSource(loader, choose(loader.layout)[0])
-    speculate = with_head_dtype(recipe, loader, device, dtype)
+    speculate = with_draft_dtype(recipe, loader, device, dtype)
     return Resolved(
         recipe=replace(recipe, kernels=kernels, speculate=speculate),
         family=family,
@@ -203,17 +203,17 @@ def loader_of(
     return make(config, model_config, mesh, element_bytes)
 
 
-def with_head_dtype(
+def with_draft_dtype(
     recipe: Recipe, loader: DraftLoader | None, device: torch.device, dtype: torch.dtype
 ) -> Speculate | None:
-    """Return the recipe's `speculate` with head_dtype resolved: fp8 if a kernel supports it."""
+    """Return the recipe's `speculate` with dtype resolved: fp8 if a kernel supports it."""
     speculate = recipe.speculate
-    if speculate is None or loader is None or loader.head_shape is None:
+    if speculate is None or loader is None or loader.fp8_shape is None:
         return speculate
-    if speculate.head_dtype != "auto":
+    if speculate.dtype != "auto":
         return speculate
-    is_fp8 = has_kernel(select_ops(recipe.kernels, device), loader.head_shape, dtype)
-    return replace(speculate, head_dtype="fp8" if is_fp8 else "own")
+    is_fp8 = has_kernel(select_ops(recipe.kernels, device), loader.fp8_shape, dtype)
+    return replace(speculate, dtype="fp8" if is_fp8 else "own")
 
 
 def with_short_states(layout: CacheLayout) -> CacheLayout:

@@ -63,7 +63,7 @@ class WholeModel(Layer):
 class DraftModelLoader:
     """Implements model_base.DraftLoader for the model in the folder `speculate.model`."""
 
-    head_shape = None
+    fp8_shape = None
 
     def __init__(
         self, config: Config, target: DecoderConfig, mesh: Mesh, element_bytes: int
@@ -91,9 +91,7 @@ class DraftModelLoader:
                 "model with attention in all layers"
             )
 
-    def empty(
-        self, target: Decoder, ops: Ops, max_tokens: int, *, fp8_head: bool = False
-    ) -> WholeModel:
+    def empty(self, target: Decoder, ops: Ops, max_tokens: int, *, fp8: bool = False) -> WholeModel:
         return WholeModel(self.family(self.model_config, Mesh(), ops, max_tokens), self.span)
 
     def fill(self, model: WholeModel) -> None:

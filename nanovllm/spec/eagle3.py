@@ -24,7 +24,6 @@ class Eagle3Loader:
     """
 
     max_tokens: int | None = None
-    head_shape = None
 
     def __init__(
         self, config: Config, target: DecoderConfig, mesh: Mesh, element_bytes: int
@@ -51,14 +50,17 @@ class Eagle3Loader:
             check_cut(Mesh(mesh.tp_rank, mesh.tp_size), self.spec.config)  # it has no experts
         except ConfigError as error:
             raise ConfigError(f"{self.spec.path}: {error}") from None
+        self.fp8_shape = self.spec.config.hidden_size, len(self.spec.taps) * target.hidden_size
         self.layout = Decoder.cache_layout(self.spec.config, mesh, element_bytes)
 
-    def empty(
-        self, target: Decoder, ops: Ops, max_tokens: int, *, fp8_head: bool = False
-    ) -> Eagle3Head:
+    def empty(self, target: Decoder, ops: Ops, max_tokens: int, *, fp8: bool = False) -> Eagle3Head:
         """Return the head with uninitialised parameters."""
-        return Eagle3Head(self.spec, target, mesh=self.mesh, ops=ops, max_tokens=max_tokens)
+        return Eagle3Head(
+            self.spec, target, mesh=self.mesh, ops=ops, max_tokens=max_tokens, fp8=fp8
+        )
 
     def fill(self, model: DraftModel) -> None:
         """Load the weights. Raise ConfigError like weights.fill."""
-        fill(cast("Eagle3Head", model), self.config, self.folder)
+        head = cast("Eagle3Head", model)
+        fill(head, self.config, self.folder, is_made=True)
+        head.log_copy()

@@ -84,9 +84,9 @@ class DraftLoader(Protocol):
     """
 
     layout: CacheLayout  # of this rank's own layers, numbered from 0
-    # This rank's share of the output head, if speculate.head_dtype applies to it: [outputs,
+    # The largest weight of this rank that speculate.dtype applies to: [outputs,
     # inputs]. None: the head belongs to a model of its own.
-    head_shape: tuple[int, int] | None
+    fp8_shape: tuple[int, int] | None
 
     def __init__(
         self, config: Config, target: DecoderConfig, mesh: Mesh, element_bytes: int
@@ -97,14 +97,12 @@ class DraftLoader(Protocol):
         """
         ...
 
-    def empty(
-        self, target: Decoder, ops: Ops, max_tokens: int, *, fp8_head: bool = False
-    ) -> DraftModel:
+    def empty(self, target: Decoder, ops: Ops, max_tokens: int, *, fp8: bool = False) -> DraftModel:
         """Return the model with uninitialised parameters, on the default device and dtype.
 
         It may share modules with the target (embedding, head): keep them out of `parameters()`, for
         example in a tuple. `max_tokens` is the length of rotary tables. `target` may be on "meta".
-        `fp8_head`: logits of drafts are products with an output head in block fp8.
+        `fp8`: the value of speculate.dtype.
         """
         ...
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -23,8 +22,6 @@ from nanovllm.parallel.cut import span_of_vocabulary
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.spec.model_base import DraftModel
 
-log = logging.getLogger("engine")
-
 
 class MtpLoader:
     """Loader of the target's MTP layer. Implements spec.model_base.DraftLoader."""
@@ -39,21 +36,17 @@ class MtpLoader:
         family = read_model_config(config)[0]
         group = family.cache_layout(self.spec.config, mesh, element_bytes).paged[0]
         self.layout = CacheLayout((with_fields(group, layers=(0,)),))
-        self.head_shape = span_of_vocabulary(mesh, target.vocab_size).count, target.hidden_size
+        self.fp8_shape = span_of_vocabulary(mesh, target.vocab_size).count, target.hidden_size
 
-    def empty(
-        self, target: Decoder, ops: Ops, max_tokens: int, *, fp8_head: bool = False
-    ) -> MtpHead:
+    def empty(self, target: Decoder, ops: Ops, max_tokens: int, *, fp8: bool = False) -> MtpHead:
         """Return the head with uninitialised parameters."""
-        return MtpHead(self.spec, target, self.mesh, ops, fp8_head=fp8_head)
+        return MtpHead(self.spec, target, self.mesh, ops, fp8_head=fp8)
 
     def fill(self, model: DraftModel) -> None:
         """Load the weights. Raise ConfigError like weights.fill."""
         head = cast("MtpHead", model)
         fill(head, self.config, prefix=self.spec.prefix)
-        if head.head_copy is not None:
-            text = "drafts read an fp8 copy of the output head: %.2f GB (speculate.head_dtype)"
-            log.info(text, head.head_copy.num_bytes / 1e9)
+        head.log_copy()
 
 
 def mtp_of(config: Config, target: DecoderConfig) -> MtpSpec:
