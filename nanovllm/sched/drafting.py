@@ -10,6 +10,10 @@ few steps do not ask again, since the answer takes the host a tenth of a millise
 drafts fail stop within a dozen steps. They probe again all together, in few steps, and less and
 less often while no draft is accepted. New rows start with the average over all rows.
 
+Decision: the probability that a draft model gives to its draft has no part in it. A step is planned
+before the drafts that it feeds are drawn. Only the probability of the previous draft is known then,
+and it says little that the history does not (results/drafts.md).
+
 All values are columns, one element per slot, as in decoding.py.
 """
 
