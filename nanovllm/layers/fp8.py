@@ -39,8 +39,9 @@ Made = TypeVar("Made", bound=nn.Module)
 class BlockFp8(Struct, frozen=True):
     """The used fields of quantization_config.
 
-    All products of the blocks are quantised except routers and the modules listed here, which have
-    full dotted names of the checkpoint: `model.layers.0.mlp.down_proj`.
+    All products of the blocks are quantised except routers and the modules listed here. An entry is
+    a module's full dotted name in the checkpoint, `model.layers.0.mlp.down_proj`, or its first or
+    last names: `model.layers.0` or `mlp.down_proj`.
     """
 
     quant_method: str | None = None
@@ -53,6 +54,13 @@ class BlockFp8(Struct, frozen=True):
     @property
     def kept(self) -> frozenset[str]:
         return (self.modules_to_not_convert or frozenset()) | (self.ignored_layers or frozenset())
+
+    def keeps(self, module: str) -> bool:
+        """Return True if an entry covers the module with this full dotted name."""
+        names = module.split(".")
+        firsts = (".".join(names[: n + 1]) for n in range(len(names)))
+        lasts = (".".join(names[n:]) for n in range(len(names)))
+        return not self.kept.isdisjoint({*firsts, *lasts})
 
     def __post_init__(self) -> None:
         for name, values in SUPPORTED.items():
@@ -131,7 +139,7 @@ def checkpoint_modules(path: str, layer: int, rules: Iterable[tuple[str, ...]]) 
 
 def is_kept(names: set[str], quantised: BlockFp8) -> bool:
     """Return True if a module is not quantised. Raise ConfigError if only a part is."""
-    kept_names = names & quantised.kept
+    kept_names = set(filter(quantised.keeps, names))
     if kept_names and kept_names != names:
         raise ConfigError(
             f"quantization_config.modules_to_not_convert has {min(kept_names)} without "

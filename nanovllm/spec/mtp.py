@@ -76,18 +76,19 @@ def mtp_of(config: Config, target: DecoderConfig) -> MtpSpec:
 
 
 def with_stored_types(spec: MtpSpec, dtypes: dict[str, str], *, is_made: bool) -> MtpSpec:
-    """Return the layer with fp8 only for weights that are fp8 in the file.
+    """Return the layer with fp8 for those weights that are fp8 in the file.
 
-    Repackaged checkpoints often leave MTP in bfloat16 without listing it in
-    modules_to_not_convert. `dtypes` are by name. `is_made`: weights are quantised while loading.
+    The file decides, since repackaged checkpoints often leave MTP in bfloat16 without listing it in
+    modules_to_not_convert, or list it although it is fp8. `dtypes` are by name. `is_made`: weights
+    are quantised while loading.
     """
     quantised = spec.config.quantization_config
     if quantised is None or is_made:
         return spec
-    floats = {
+    floats = frozenset(
         name.removesuffix(".weight")
         for name, dtype in dtypes.items()
         if name.endswith(".weight") and dtype in FLOATS
-    }
-    stored = with_fields(quantised, modules_to_not_convert=quantised.kept | floats)
+    )
+    stored = with_fields(quantised, modules_to_not_convert=floats, ignored_layers=None)
     return replace(spec, config=with_fields(spec.config, quantization_config=stored))

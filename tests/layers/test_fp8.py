@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from nanovllm_kernels.fp8_reference import (
 from nanovllm_kernels.norms import reference
 from nanovllm_kernels.products import quantise_cases as kernels
 from torch import Tensor
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from nanovllm.attention.base import ForwardContext
 from nanovllm.config import ConfigError, Kernels
@@ -71,13 +73,34 @@ def test_products_of_blocks_are_fp8_and_nothing_else_is() -> None:
     assert shapes == [(4, 2), (2, 2)]
 
 
-def test_modules_are_kept_by_whole_names() -> None:
-    model = model_of(
-        "model.layers.1.mlp.down_proj", "mlp.down_proj", "lm_head", "model.layers.0.mlp"
-    )
-    kept = [name for name, module in model.named_modules() if isinstance(module, Linear)]
-    kept = [n for n in kept if not isinstance(model.get_submodule(n).operand, Scaled)]
-    assert kept == ["embed", "layers.1.mlp.down", "head"]
+ATTENTION = {"layers.0.attn.qkv", "layers.0.attn.out"}
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        (("model.layers.1.mlp.down_proj", "lm_head"), {"layers.1.mlp.down"}),
+        (("mlp.down_proj",), {"layers.0.mlp.down", "layers.1.mlp.down"}),
+        (("o_proj",), {"layers.0.attn.out", "layers.1.attn.out"}),
+        (("model.layers.0",), {*ATTENTION, "layers.0.mlp.gate_up", "layers.0.mlp.down"}),
+        (("model.layers.0.self_attn", "mlp.gate"), ATTENTION),
+        # MiniMax lists `gate`, its router. Names in the middle and parts of a name cover nothing.
+        (("gate", "mlp", "layers.0", "model.layer", "model.layers.10"), set()),
+    ],
+)
+def test_entries_are_whole_names_from_either_end(
+    entries: tuple[str, ...], expected: set[str]
+) -> None:
+    """An entry covers the modules that transformers does not convert."""
+    model = model_of(*entries)
+    kept = {name for name, module in model.named_modules() if isinstance(module, Linear)}
+    kept = {name for name in kept if not isinstance(model.get_submodule(name).operand, Scaled)}
+    assert kept == {"embed", "head", *expected}
+    proj = {"qkv": "q_proj", "out": "o_proj", "gate_up": "gate_proj", "down": "down_proj"}
+    for layer, room in product((0, 1), ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")):
+        part, _, last = room.replace("attn", "self_attn").partition(".")
+        converts = should_convert_module(f"model.layers.{layer}.{part}.{proj[last]}", list(entries))
+        assert converts is (f"layers.{layer}.{room}" not in expected)
 
 
 def test_a_norm_is_no_part_of_the_product_behind_it() -> None:

@@ -386,7 +386,7 @@ def test_mtp_of_fp8_checkpoints(stored: str, tmp_path: Path) -> None:
         raw["quantization_config"] = dict(
             activation_scheme="dynamic", fmt="e4m3", quant_method="fp8",
             weight_block_size=[128, 128],
-            modules_to_not_convert=["lm_head", "mlp", "mtp.layers"],  # whole names only
+            modules_to_not_convert=["lm_head", "mlp", "mtp.layers"],  # the file decides for MTP
         )  # fmt: skip
         config_path.write_text(json.dumps(raw))
     family, model_config = read_model_config(config)
