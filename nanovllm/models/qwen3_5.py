@@ -30,7 +30,14 @@ class SplitConfig(HybridConfig, frozen=True, kw_only=True):
 
 
 class Qwen35MoeConfig(SplitConfig, frozen=True, kw_only=True):
+    """Config of models with experts. transformers has no `norm_topk_prob`: it is always true."""
+
+    ONLY: ClassVar[dict[str, object]] = {**SplitConfig.ONLY, "norm_topk_prob": True}
+
     intermediate_size: Count = 1  # unused, and usually absent, since no layer has a plain MLP
+
+    def is_dense(self, layer: int) -> bool:
+        return False
 
 
 class Qwen35Config(SplitConfig, frozen=True, kw_only=True):

@@ -194,6 +194,7 @@ def test_fields_of_the_text_model_are_read_everywhere(tmp_path: Path) -> None:
         ({"attn_output_gate": False}, "attn_output_gate is false; only true is supported"),
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu"; only "silu" is supported'),
         ({"num_experts": None}, "num_experts or num_local_experts must be given"),
+        ({"norm_topk_prob": False}, "norm_topk_prob is false; only true is supported"),
     ],
 )
 def test_configs_of_other_models_are_refused(
@@ -206,6 +207,20 @@ def test_configs_of_other_models_are_refused(
     path.write_text(json.dumps(raw))
     with pytest.raises(ConfigError, match=says):
         read_model_config(config_of(tmp_path))
+
+
+def test_all_layers_have_experts_whatever_fields_of_qwen3_next_are_left(tmp_path: Path) -> None:
+    make_wrapped(tmp_path, "qwen3_5_moe")
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    raw["text_config"] |= dict(mlp_only_layers=[0], decoder_sparse_step=2, norm_topk_prob=True)
+    path.write_text(json.dumps(raw))
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = [theirs(prompt[None]).logits[0] for prompt in prompts()]
+    for schedule in SCHEDULES.values():
+        steps = Steps(tmp_path, load(tmp_path), prompts(), Mesh())
+        assert_equal_logits(our_logits(steps, schedule), expected, "qwen3_5_moe")
 
 
 @pytest.mark.parametrize(
