@@ -173,6 +173,7 @@ def serve(config: Config) -> int:
     # Other commands need not import these.
     from nanovllm.server.detokenize import check_decoder
     from nanovllm.server.ends import eos_ids_of
+    from nanovllm.server.generation import sampling_defaults
     from nanovllm.server.renderer import Renderer
     from nanovllm.server.template import Template
 
@@ -182,6 +183,7 @@ def serve(config: Config) -> int:
         template = Template(Path(config.tokenizer_dir), renderer=renderer)
         check_decoder(template.tokenizer)
         eos_ids = eos_ids_of(config, template)
+        sampling_defaults(config)
     server = replace(config.recipe.server, parser=parser_of(config, template.facts))
     config = replace(config, recipe=replace(config.recipe, server=server), eos_ids=eos_ids)
     limit_s = server.shutdown_s + LAST_WORDS_S

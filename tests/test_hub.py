@@ -217,6 +217,11 @@ def test_folders_are_refused_as_fast(tmp_path) -> None:
         ("chat_template.jinja", None, "has no chat template"),
         ("chat_template.jinja", "{% if %}", "the chat template in "),
         ("generation_config.json", '{"eos_token_id": "x"}', "generation_config.json: "),
+        (
+            "generation_config.json",
+            '{"repetition_penalty": 0}',
+            "generation_config.json: repetition_penalty must be above 0 and at most 2, not 0.0",
+        ),
     ],
 )
 def test_broken_files_are_named_before_an_engine_starts(tmp_path, name, content, says) -> None:

@@ -46,7 +46,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     num_attention_heads: Count
     num_key_value_heads: Count
     head_dim: Count | None = None
-    max_position_embeddings: Count
+    max_position_embeddings: Annotated[int, Meta(ge=2, le=1 << 24)]  # a prompt and an answer
     rms_norm_eps: Annotated[float, Meta(ge=0)]
     rope_parameters: Rope  # models/config.py turns the older rope_theta and rope_scaling into it
     tie_word_embeddings: bool = False

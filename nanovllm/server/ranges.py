@@ -37,6 +37,15 @@ class Range(Struct, frozen=True):
         return f"{begin} {self.high}{self.note}"
 
 
+SAMPLING = {  # fields for which generation_config.json may have defaults
+    "temperature": Range(0, 2),
+    "top_p": Range(0, 1, open=True),
+    "top_k": Range(-1, INT32),
+    "min_p": Range(0, 1),
+    "repetition_penalty": Range(0, 2, open=True),
+}
+
+
 def ranges(context: int, *, raise_priority: bool, max_queue: int = MAX_CHOICES) -> dict[str, Range]:
     """Return the range of every numeric field.
 
@@ -49,11 +58,7 @@ def ranges(context: int, *, raise_priority: bool, max_queue: int = MAX_CHOICES) 
         "max_tokens": tokens,
         "max_completion_tokens": tokens,
         "min_tokens": Range(0, context, note=", the model's context"),
-        "temperature": Range(0, 2),
-        "top_p": Range(0, 1, open=True),
-        "top_k": Range(-1, INT32),
-        "min_p": Range(0, 1),
-        "repetition_penalty": Range(0, 2, open=True),
+        **SAMPLING,
         "presence_penalty": Range(-2, 2),
         "frequency_penalty": Range(-2, 2),
         "n": Range(1, min(MAX_CHOICES, max_queue)),

@@ -9,13 +9,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from msgspec import Struct
-
 from nanovllm.config import Config
 from nanovllm.registry import resolve
 from nanovllm.server.detokenize import Vocabulary
-from nanovllm.server.ends import eos_ids_of, read
+from nanovllm.server.ends import eos_ids_of
 from nanovllm.server.errors import ApiError
+from nanovllm.server.generation import sampling_defaults
 from nanovllm.server.parsers import PARSERS
 from nanovllm.server.parsers.base import Family, Schemas
 from nanovllm.server.parsers.machine import OutputParser
@@ -24,16 +23,6 @@ from nanovllm.server.protocol import ChatRequest, parse_request
 from nanovllm.server.ranges import ranges
 from nanovllm.server.template import Template
 from nanovllm.wire import Ready
-
-
-class GenerationConfig(Struct, frozen=True):
-    """Fields of generation_config.json that are the defaults of requests."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
 
 
 class Served:
@@ -63,10 +52,7 @@ class Served:
         beyond = sorted((i, text) for text, i in tokens.items() if i >= self.vocab_size)
         self.beyond = dict(beyond)
         self.reasoning_content = server.reasoning_content
-        self.defaults = GenerationConfig()
-        if config.model_dir is not None:
-            path = Path(config.model_dir) / "generation_config.json"
-            self.defaults = read(path, GenerationConfig) if path.is_file() else self.defaults
+        self.defaults = sampling_defaults(config)
         eos_ids = config.eos_ids
         if eos_ids is None:
             eos_ids = eos_ids_of(config, self.template)

@@ -235,6 +235,10 @@ def test_the_family_is_the_architecture(tmp_path: Path) -> None:
         ({"hidden_size": ...}, "Object missing required field `hidden_size`"),
         ({"hidden_size": "big"}, "Expected `int`, got `str` - at `$.hidden_size`"),
         ({"hidden_size": 0}, "Expected `int` >= 1 - at `$.hidden_size`"),
+        (
+            {"max_position_embeddings": 1},
+            "Expected `int` >= 2 - at `$.max_position_embeddings`",
+        ),
         ({"vocab_size": 1 << 40}, "Expected `int` <= 16777216 - at `$.vocab_size`"),
         ({"num_hidden_layers": 10**7}, "Expected `int` <= 1024 - at `$.num_hidden_layers`"),
         ({"vocab_size": 3.5}, "Expected `int`, got `float` - at `$.vocab_size`"),
