@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -41,8 +42,9 @@ def as_json(text: str, types: Types) -> str:
     """Return JSON for the text: a value of an allowed type, else a string if that is allowed.
 
     In a union the types other than string come first and require exact JSON: "none" is a string. If
-    a string is not allowed, Python's True, False and None are accepted too, and frequent mistakes
-    in the strings of an object or array are corrected as in JSON calls.
+    a string is not allowed, Python's True, False and None are accepted too, as are objects and
+    arrays in Python's notation. Frequent mistakes in the strings of an object or array are
+    corrected as in JSON calls.
     """
     stripped = text.strip()
     if "string" in types:
@@ -62,6 +64,8 @@ def as_json(text: str, types: Types) -> str:
             return "null"
         if parsed_type:
             return stripped  # of a wrong type, which the function must refuse
+        if literal := _from_python(stripped):
+            return literal
     return quoted(text)
 
 
@@ -101,6 +105,18 @@ def _corrected(text: str) -> str:
         if end.value and not text[source.at :].strip(BLANKS):
             return "".join(parts)
     return text
+
+
+def _from_python(text: str) -> str:
+    """Return the JSON of an object or array in Python's notation, "" for any other text."""
+    if not text.startswith(("{", "[")):
+        return ""
+    try:
+        found = json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+        # Join halves of surrogate pairs; replace others, which no client could decode.
+        return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return ""
 
 
 def _applied(root: object) -> list[Mapping[str, Any]]:
