@@ -7,7 +7,6 @@ so the headers of the files are read first. A fact that neither gives is an erro
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,56 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
-from msgspec import Struct
 from torch import Tensor
 
-from nanovllm.checkpoint import CONFIG, check, weight_files
+from nanovllm.checkpoint import CONFIG, check
 from nanovllm.config import NOT_JSON, ConfigError
 from nanovllm.layers.attention import QKNorm
 from nanovllm.models.config import Spelling, lengthen, rope_parameters
 from nanovllm.models.decoder import DecoderConfig
-from nanovllm.models.shards import Stored, tensors_in
-from nanovllm.models.support import check_only
+from nanovllm.models.eagle3_fields import Eagle3Fields, check_kind, flattened
+from nanovllm.models.eagle3_tensors import target_ids_in, tensors_of
+from nanovllm.models.shards import Stored
 
 log = logging.getLogger("engine")
 USUAL_TAPS = 3
-NORMS_BY_DEPTH = ("low", "mid", "high")  # other names of fc_norm.0, 1 and 2
 
 
-class EagleConfig(Struct, frozen=True):
-    """The section eagle_config of some config.json files."""
+class HeadConfig(DecoderConfig, frozen=True, kw_only=True):
+    """Fields of a head's layers. A part of each head may be rotated, as in targets of Qwen3.5."""
 
-    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
-    layer_ids: tuple[int, ...] | None = None
-    use_aux_hidden_state: bool | None = None
-    norm_before_fc: bool | None = None
-
-
-class Eagle3Fields(Struct, frozen=True):
-    """Fields of a head's config.json that a Llama model has not."""
-
-    speculators_model_type: str | None = None
-    eagle_config: EagleConfig = EagleConfig()
-    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
-    draft_vocab_size: int | None = None
-    target_hidden_size: int | None = None
-    num_aux_hidden_states: int | None = None
-    norm_before_residual: bool | None = None
-    norm_before_fc: bool | None = None
-    fc_norm: bool | None = None
-    use_aux_norm: bool | None = None
-    norm_output: bool | None = None
-    model_type: str | None = None
-
-    @property
-    def layer_ids(self) -> tuple[int, ...] | None:
-        inner = self.eagle_config
-        for ids in (self.eagle_aux_hidden_state_layer_ids, inner.eagle_aux_hidden_state_layer_ids):
-            if ids is not None:
-                return ids
-        return inner.layer_ids
+    ROTATED = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +51,7 @@ class Eagle3Spec:
     fc_norm: bool  # a norm of each tap
     norm_output: bool  # the recycled state is normalised
     qk_norm: QKNorm
-    stored: Mapping[str, Stored]  # by the name of `canonical`
+    stored: Mapping[str, Stored]  # by the name of eagle3_tensors.canonical
     names: Mapping[str, str]  # their names in the files
 
     @property
@@ -107,29 +76,14 @@ class Eagle3Spec:
     def target_ids(self) -> Tensor | None:
         """Return the target's id of each draft id, int64; None if they are equal.
 
-        Raise ConfigError if they do not increase, or exceed the vocabulary.
+        Raise ConfigError like eagle3_tensors.target_ids_in.
         """
         if self.is_whole:
             return None
-        draft_ids = torch.arange(self.draft_vocab, device="cpu")
         if not self.stored:
+            draft_ids = torch.arange(self.draft_vocab, device="cpu")
             return draft_ids * self.target_vocab // self.draft_vocab
-        d2t = self.stored["d2t"]
-        size = d2t.end - d2t.begin
-        if d2t.shape != (self.draft_vocab,) or d2t.dtype != "I64" or size != 8 * self.draft_vocab:
-            raise ConfigError(
-                f"{d2t.path}: d2t is {d2t.dtype} {list(d2t.shape)}, expected I64 "
-                f"[{self.draft_vocab}]"
-            )
-        offsets = np.fromfile(d2t.path, np.int64, self.draft_vocab, offset=d2t.begin)
-        ids = draft_ids + torch.from_numpy(offsets)
-        rises = len(ids) < 2 or bool((ids[1:] > ids[:-1]).all())
-        if not rises or not 0 <= int(ids[0]) <= int(ids[-1]) < self.target_vocab:
-            raise ConfigError(
-                f"{d2t.path}: d2t must be offsets from draft ids to increasing ids of the "
-                f"target, below {self.target_vocab}"
-            )
-        return ids
+        return target_ids_in(self.stored, self.draft_vocab, self.target_vocab)
 
 
 def read_eagle3(
@@ -150,13 +104,14 @@ def read_eagle3(
         check(place, has_weights=not is_dummy)
         path = place / CONFIG
     try:
-        raw = flattened(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
+        raw = flattened(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]), path)
         fields = msgspec.convert(raw, Eagle3Fields)
-        check_kind(fields, path)
+        check_kind(raw, fields, path)
         config = config_of(raw, rope_theta, path)
     except NOT_JSON as error:  # also a missing field, or one of the wrong type
         raise ConfigError(f"{path}: {error}") from None
     names, stored = ({}, {}) if is_dummy else tensors_of(place)
+    norm_before_fc, fc_norm, norm_output = fields.norms(path)
     spec = Eagle3Spec(
         path=path,
         config=config,
@@ -165,48 +120,20 @@ def read_eagle3(
         taps=tapped(fields, stored, target, stated=taps, path=path),
         draft_vocab=draft_vocab_of(fields, stored, config),
         norm_before_residual=residual_rule(fields, path),
-        norm_before_fc=given_or_stored(
-            (fields.norm_before_fc, fields.eagle_config.norm_before_fc),
-            "input_norm.weight" in stored,
-        ),
-        fc_norm=given_or_stored(
-            (fields.fc_norm, fields.use_aux_norm), "fc_norm.0.weight" in stored
-        ),
-        norm_output=bool(fields.norm_output),
+        norm_before_fc=given_or_stored(norm_before_fc, "input_norm.weight" in stored),
+        fc_norm=given_or_stored(fc_norm, "fc_norm.0.weight" in stored),
+        norm_output=norm_output,
         qk_norm=qk_norm_of(fields, stored),
         stored=stored,
         names=names,
     )
-    check_fits(spec, fields)
+    check_fits(spec, fields, target)
     return spec
-
-
-def flattened(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a speculators config, and those of its decoder layer, at one level."""
-    inner = raw.get("transformer_layer_config")
-    return {**inner, **raw} if isinstance(inner, dict) else raw
-
-
-def check_kind(fields: Eagle3Fields, path: Path) -> None:
-    """Raise ConfigError for a head of another method."""
-    if fields.speculators_model_type not in (None, "eagle3"):
-        raise ConfigError(
-            f"{path}: speculators_model_type is {fields.speculators_model_type}; only eagle3 is "
-            "supported"
-        )
-    if fields.eagle_config.use_aux_hidden_state is False:
-        raise ConfigError(
-            f"{path}: eagle_config.use_aux_hidden_state is false; only heads that read layers of "
-            "the target are supported"
-        )
 
 
 def config_of(raw: dict[str, Any], rope_theta: float | None, path: Path) -> DecoderConfig:
     """Return the config of the head's layers. Raise ConfigError for one without rope_theta."""
     raw = {"architectures": [], "tie_word_embeddings": False, **raw}
-    check_only(raw, DecoderConfig.ONLY, path)
-    if raw.get("quantization_config"):
-        raise ConfigError(f"{path}: a quantised head is not supported; use an unquantised one")
     spelling = msgspec.convert(raw, Spelling)
     if rope_theta is not None:
         raw["rope_parameters"] = {**(spelling.rope_parameters or {}), "rope_theta": rope_theta}
@@ -218,7 +145,7 @@ def config_of(raw: dict[str, Any], rope_theta: float | None, path: Path) -> Deco
         )
     raw["rope_parameters"] = rope = rope_parameters(spelling, path)
     lengthen(raw, rope)
-    return msgspec.convert(raw, DecoderConfig)
+    return msgspec.convert(raw, HeadConfig)
 
 
 def scaled_by(spelling: Spelling, rope_theta: float) -> dict[str, Any] | None:
@@ -241,9 +168,9 @@ def residual_rule(fields: Eagle3Fields, path: Path) -> bool:
     return bool(fields.norm_before_residual)
 
 
-def given_or_stored(choices: tuple[bool | None, ...], stored: bool) -> bool:
+def given_or_stored(flag: bool | None, stored: bool) -> bool:
     """Return a flag of config.json, or without one whether the file has the tensor."""
-    return next((flag for flag in choices if flag is not None), stored)
+    return stored if flag is None else flag
 
 
 def qk_norm_of(fields: Eagle3Fields, stored: Mapping[str, Stored]) -> QKNorm:
@@ -251,43 +178,6 @@ def qk_norm_of(fields: Eagle3Fields, stored: Mapping[str, Stored]) -> QKNorm:
     if not stored:
         has = fields.model_type == "qwen3"
     return "head" if has else "none"
-
-
-# -- tensors -------------------------------------------------------------------------------------
-
-
-def canonical(name: str) -> str:
-    """Return the name that speculators would give a head's tensor."""
-    name = name.removeprefix("model.")
-    name = re.sub(r"^midlayer\.", "layers.0.", name)
-    for place, depth in enumerate(NORMS_BY_DEPTH):
-        name = name.replace(f"aux_norm_{depth}.", f"fc_norm.{place}.")
-    return name
-
-
-def tensors_of(folder: Path) -> tuple[dict[str, str], dict[str, Stored]]:
-    """Return the names in the files and the tensors, both by canonical name.
-
-    The norm before a further layer is its input_layernorm, or its hidden_norm if it has no other.
-    Raise ConfigError if two tensors have one canonical name.
-    """
-    names: dict[str, str] = {}
-    stored: dict[str, Stored] = {}
-    for path in weight_files(folder)[1]:
-        for name, tensor in tensors_in(path):
-            ours = canonical(name)
-            if ours in names:
-                raise ConfigError(f"{path}: {name} and {names[ours]} are the same tensor")
-            names[ours], stored[ours] = name, tensor
-    for name in [
-        name for name in names if re.fullmatch(r"layers\.[1-9]\d*\.hidden_norm\.\w+", name)
-    ]:
-        usual = name.replace("hidden_norm", "input_layernorm")
-        if usual not in names:
-            names[usual], stored[usual] = names.pop(name), stored.pop(name)
-    if "mask_hidden" in stored:
-        raise ConfigError(f"{folder}: mask_hidden: heads for parallel drafting are not supported")
-    return names, stored
 
 
 # -- taps ----------------------------------------------------------------------------------------
@@ -307,12 +197,13 @@ def tapped(
     (vLLM). The usual first tap is the output of layer 1, so a first id of 1 means outputs, and 2
     inputs. The number of layers can only be an input's id. Raise ConfigError for all others.
     """
-    depth, ids = target.num_hidden_layers, fields.layer_ids
+    depth = target.num_hidden_layers
     count = count_of(fields, stored, target, path)
     usual = f"[2, {depth // 2}, {depth - 3}]"
     if stated is not None:
         taps, source = tuple(stated), "speculate.taps"
     else:
+        ids = fields.layer_ids(path)
         if ids is None:
             raise ConfigError(
                 f"{path}: no eagle_aux_hidden_state_layer_ids; set speculate.taps to the layers "
@@ -343,8 +234,7 @@ def count_of(
 ) -> int:
     """Return the number of taps, by the tensor fc if there is one."""
     if not stored:
-        usual = len(fields.layer_ids) if fields.layer_ids else USUAL_TAPS
-        return fields.num_aux_hidden_states or usual
+        return fields.num_aux_hidden_states or len(fields.layer_ids(path) or ()) or USUAL_TAPS
     if "fc.weight" not in stored:
         raise ConfigError(f"{path.parent} has no tensor fc.weight, so it is not an EAGLE-3 head")
     fc, width = stored["fc.weight"], target.hidden_size
@@ -367,7 +257,7 @@ def draft_vocab_of(
     return fields.draft_vocab_size or config.vocab_size
 
 
-def check_fits(head: Eagle3Spec, fields: Eagle3Fields) -> None:
+def check_fits(head: Eagle3Spec, fields: Eagle3Fields, target: DecoderConfig) -> None:
     """Raise ConfigError if the head is for another target, or lacks a tensor that it needs."""
     path, config = head.path, head.config
     if fields.target_hidden_size not in (None, head.target_size):
@@ -401,4 +291,15 @@ def check_fits(head: Eagle3Spec, fields: Eagle3Fields) -> None:
             f"{path.parent} has no tensor {missing}, which a head with hidden_size "
             f"{config.hidden_size} and {head.draft_vocab} draft tokens needs; the target has "
             f"{head.target_size} and {head.target_vocab}"
+        )
+    if head.norm_before_fc and head.fc_norm:
+        raise ConfigError(
+            f"{path}: norm_before_fc and fc_norm are both true; engines differ in what they then "
+            "compute, so that such a head is not supported"
+        )
+    is_shared = target.tie_word_embeddings and not head.has_embedding
+    if config.tie_word_embeddings and head.stored and not head.has_output and not is_shared:
+        raise ConfigError(
+            f"{path}: tie_word_embeddings is true, but {path.parent} has no tensor lm_head.weight; "
+            "add it, since it may be an embedding or the target's output head"
         )

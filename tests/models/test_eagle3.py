@@ -64,6 +64,26 @@ VARIANTS: dict[str, tuple[dict[str, object], tuple[str, ...], dict[str, str]]] =
         (),
         {"layers.1.input_layernorm": "layers.1.hidden_norm"},
     ),
+    "two layers, as Model Optimizer": (
+        dict(num_hidden_layers=2),
+        (),
+        {
+            "layers.1.input_layernorm": "midlayer.1.hidden_norm",
+            "layers.0": "midlayer.0",
+            "layers.1": "midlayer.1",
+        },
+    ),
+    "a part of each head rotated": (  # as heads of Qwen3.5
+        dict(rope_theta=None)
+        | dict(rope_parameters=dict(rope_theta=300.0, partial_rotary_factor=0.5)),
+        (),
+        {},
+    ),
+    "output normed, as TensorRT-LLM": (
+        dict(eagle_config=dict(EAGLE3["eagle_config"], return_hidden_post_norm=True)),
+        (),
+        {},
+    ),
     "norms of queries and keys": (dict(model_type="qwen3"), ("q_norm", "k_norm"), {}),
     "the target's vocabulary": (dict(draft_vocab_size=None), (), {}),
     "a whole vocabulary of its own": (dict(draft_vocab_size=200), ("embed_tokens",), {}),
@@ -85,10 +105,13 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor, frequencies: Tensor) -> Tensor:
-    """Rotate x, [heads, tokens, elements]; halves of a head are pairs."""
+    """Rotate x, [heads, tokens, elements]; halves of the rotated elements are pairs."""
     angles = torch.arange(x.shape[1])[:, None] * frequencies
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+    half = len(frequencies)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat(
+        [a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin(), rest], -1
+    )
 
 
 @dataclass
@@ -124,8 +147,12 @@ class Oracle:
             y = rms(stream, w["post_attention_layernorm.weight"])
             y = F.silu(y @ w["mlp.gate_proj.weight"].T) * (y @ w["mlp.up_proj.weight"].T)
             stream = stream + y @ w["mlp.down_proj.weight"].T
-        normed = rms(stream, self.w["norm.weight"])
-        return normed if self.config.get("norm_output") else stream
+        return rms(stream, self.w["norm.weight"]) if self.norms_output else stream
+
+    @property
+    def norms_output(self) -> bool:
+        inner = self.config.get("eagle_config") or {}
+        return bool(self.config.get("norm_output") or inner.get("return_hidden_post_norm"))
 
     def attention(self, w: dict[str, Tensor], x: Tensor) -> Tensor:
         size = int(self.config["head_dim"])
@@ -135,14 +162,17 @@ class Oracle:
         )
         if "self_attn.q_norm.weight" in w:
             q, k = rms(q, w["self_attn.q_norm.weight"]), rms(k, w["self_attn.k_norm.weight"])
-        q, k = rotated(q, self.frequencies(size)), rotated(k, self.frequencies(size))
+        part = self.config.get("rope_parameters", {}).get("partial_rotary_factor", 1)
+        frequencies = self.frequencies(int(size * part))
+        q, k = rotated(q, frequencies), rotated(k, frequencies)
         o = F.scaled_dot_product_attention(
             q[None], k[None], v[None], is_causal=True, enable_gqa=True
         )
         return o[0].transpose(0, 1).flatten(1) @ w["self_attn.o_proj.weight"].T
 
     def frequencies(self, size: int) -> Tensor:
-        theta = self.config.get("rope_theta") or 700.0  # that of SPECULATORS
+        rope = self.config.get("rope_parameters", {})
+        theta = self.config.get("rope_theta") or rope.get("rope_theta", 700.0)  # of SPECULATORS
         frequencies = 1 / theta ** (torch.arange(0, size, 2) / size)
         if "rope_scaling" not in self.config:
             return frequencies
@@ -151,7 +181,7 @@ class Oracle:
         return (1 - kept) * frequencies / 8 + kept * frequencies
 
     def logits(self, states: Tensor) -> Tensor:
-        x = states if self.config.get("norm_output") else rms(states, self.w["norm.weight"])
+        x = states if self.norms_output else rms(states, self.w["norm.weight"])
         narrow = x @ self.w["lm_head.weight"].T
         if "d2t" not in self.w:
             return narrow
@@ -387,6 +417,7 @@ def test_a_rank_without_draft_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyP
     made_ = made(tmp_path, "EAGLE")
     tensors = eagle3_tensors()
     tensors["d2t"] = torch.full((40,), 5)
+    del tensors["t2d"]
     save_head(tmp_path / "head", tensors)
     monkeypatch.setattr(cut, "BLOCK", 64)
     state = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))

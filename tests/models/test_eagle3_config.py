@@ -16,7 +16,7 @@ from nanovllm.config import ConfigError
 from nanovllm.layers.rope import PlainRope
 from nanovllm.layers.stretched_rope import YarnRope
 from nanovllm.models.decoder import DecoderConfig
-from nanovllm.models.eagle3_config import Eagle3Spec, canonical, read_eagle3
+from nanovllm.models.eagle3_config import Eagle3Spec, read_eagle3
 from tests.models.heads import EAGLE3, eagle3_tensors, save_head
 
 TARGET = DecoderConfig(
@@ -304,57 +304,9 @@ def test_tensors_that_do_not_fit(
     assert str(caught.value).replace(str(tmp_path), "FOLDER") == said
 
 
-@pytest.mark.parametrize(
-    "d2t",
-    [
-        torch.arange(160, 200),  # absolute ids instead of offsets
-        torch.arange(0, -40, -1),  # all are id 0
-        torch.full((40,), -1),
-    ],
-)
-def test_maps_that_are_no_offsets_are_refused(d2t: Tensor, tmp_path: Path) -> None:
-    found = read(tmp_path, lambda tensors: tensors.update({"d2t": d2t}))
-    with pytest.raises(ConfigError) as caught:
-        found.target_ids()
-    assert str(caught.value) == (
-        f"{tmp_path}/model.safetensors: d2t must be offsets from draft ids to increasing ids of "
-        "the target, below 200"
-    )
-
-
-def test_a_map_of_another_type_is_refused(tmp_path: Path) -> None:
-    d2t = torch.zeros(40, dtype=torch.int32)
-    found = read(tmp_path, lambda tensors: tensors.update({"d2t": d2t}))
-    with pytest.raises(ConfigError) as caught:
-        found.target_ids()
-    assert str(caught.value) == (
-        f"{tmp_path}/model.safetensors: d2t is I32 [40], expected I64 [40]"
-    )
-
-
-def test_draft_ids_with_holes(tmp_path: Path) -> None:
-    ids = torch.tensor([3, 4, 9, *range(100, 137)])
-    offsets = {"d2t": ids - torch.arange(40)}
-    assert torch.equal(read(tmp_path, lambda tensors: tensors.update(offsets)).target_ids(), ids)
-
-
 def test_a_narrow_head_without_weights_has_everything_of_its_own(tmp_path: Path) -> None:
     save_head(tmp_path, {}, hidden_size=32, draft_vocab_size=None)
     (tmp_path / "model.safetensors").unlink()
     found = read_eagle3(tmp_path, TARGET, is_dummy=True)
     assert found.has_embedding and found.has_output and found.target_ids() is None
     assert read_eagle3(tmp_path, replace(TARGET, hidden_size=32), is_dummy=True).has_output is False
-
-
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [
-        ("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"),
-        ("model.midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"),
-        ("layers.0.hidden_norm.weight", "layers.0.hidden_norm.weight"),
-        ("model.aux_norm_mid.weight", "fc_norm.1.weight"),
-        ("lm_head.weight", "lm_head.weight"),
-    ],
-)
-def test_names(name: str, ours: str) -> None:
-    assert canonical(name) == ours
