@@ -23,7 +23,7 @@ from nanovllm.layers.attention import QKNorm
 from nanovllm.models.config import Spelling, lengthen, rope_parameters
 from nanovllm.models.decoder import DecoderConfig
 from nanovllm.models.eagle3_fields import Eagle3Fields, check_kind, flattened
-from nanovllm.models.eagle3_tensors import target_ids_in, tensors_of
+from nanovllm.models.eagle3_tensors import check_format, target_ids_in, tensors_of
 from nanovllm.models.shards import Stored
 
 log = logging.getLogger("engine")
@@ -101,6 +101,8 @@ def read_eagle3(
     """
     path = place
     if not is_dummy or place.is_dir():
+        if not is_dummy:
+            check_format(place)
         check(place, has_weights=not is_dummy)
         path = place / CONFIG
     try:

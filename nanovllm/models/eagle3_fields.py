@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from nanovllm.config import ConfigError
@@ -140,7 +141,7 @@ def flattened(raw: dict[str, Any], path: Path) -> dict[str, Any]:
 def check_kind(raw: dict[str, Any], fields: Eagle3Fields, path: Path) -> None:
     """Raise ConfigError for a head of another method, and for one with other equations.
 
-    `raw` is of `flattened`.
+    `raw` is of `flattened`. Raise msgspec.ValidationError for a list that is none.
     """
     if fields.speculators_model_type not in (None, "eagle3"):
         raise ConfigError(
@@ -155,7 +156,8 @@ def check_kind(raw: dict[str, Any], fields: Eagle3Fields, path: Path) -> None:
     if raw.get("quantization_config"):
         raise ConfigError(f"{path}: a quantised head is not supported; use an unquantised one")
     check_only(raw, ONLY, path)
-    if other := {*raw.get("layer_types", ())} - {"full_attention"}:
+    types = msgspec.convert(raw.get("layer_types", ()), list[str])
+    if other := {*types} - {"full_attention"}:
         raise ConfigError(f"{path}: layer_types has {min(other)}; only full_attention is supported")
     check_layers(raw, fields.model_type, path)
     known = {*EagleConfig.__struct_fields__, *SHOWN}
@@ -169,7 +171,8 @@ def check_kind(raw: dict[str, Any], fields: Eagle3Fields, path: Path) -> None:
 
 def check_layers(raw: dict[str, Any], model_type: str | None, path: Path) -> None:
     """Raise ConfigError unless the architecture, or else the model_type, is like Llama's."""
-    names = [name for name in raw.get("architectures", ()) if not NAMELESS.fullmatch(name)]
+    architectures = msgspec.convert(raw.get("architectures", ()), list[str])
+    names = [name for name in architectures if not NAMELESS.fullmatch(name)]
     field, kind = ("architectures", names[0]) if names else ("model_type", model_type)
     if kind is not None and not LIKE_LLAMA.search(kind):
         raise ConfigError(

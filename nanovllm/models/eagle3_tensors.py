@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.checkpoint import weight_files
+from nanovllm.checkpoint import PICKLED, is_weights, weight_files
 from nanovllm.config import ConfigError
 from nanovllm.models.shards import Stored, tensors_in
 
@@ -28,6 +28,21 @@ def canonical(name: str) -> str:
     for place, depth in enumerate(NORMS_BY_DEPTH):
         name = name.replace(f"aux_norm_{depth}.", f"fc_norm.{place}.")
     return name
+
+
+def check_format(folder: Path) -> None:
+    """Raise ConfigError if the folder has pickled weights only, as EAGLE's own heads.
+
+    transformers has no class for a head, and so cannot convert it.
+    """
+    names = sorted(path.name for path in folder.glob("*"))
+    pickled = [name for name in names if name.endswith(PICKLED)]
+    if pickled and not any(is_weights(name) for name in names):
+        raise ConfigError(
+            f"{folder} has only pickled weights ({pickled[0]}), which can run code when they are "
+            "loaded: convert them once to model.safetensors, with torch.load(weights_only=True) "
+            "and safetensors.torch.save_file"
+        )
 
 
 def tensors_of(folder: Path) -> tuple[dict[str, str], dict[str, Stored]]:

@@ -127,6 +127,11 @@ def test_what_changes_the_numbers_is_refused(
     assert line_of(tmp_path, fields) == error
 
 
+@pytest.mark.parametrize("field", ["architectures", "layer_types"])
+def test_lists_that_are_none_are_one_line(field: str, tmp_path: Path) -> None:
+    assert line_of(tmp_path, {field: 5}) == "Expected `array`, got `int`"
+
+
 @pytest.mark.parametrize(
     "fields",
     [

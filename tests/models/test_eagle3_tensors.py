@@ -25,6 +25,18 @@ def read(folder: Path, d2t: Tensor, t2d: Tensor | None = None) -> Eagle3Spec:
     return read_eagle3(save_head(folder, tensors), TARGET)
 
 
+def test_pickled_weights_are_refused_with_a_remedy_for_heads(tmp_path: Path) -> None:
+    save_head(tmp_path, {})
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError) as caught:
+        read_eagle3(tmp_path, TARGET)
+    assert str(caught.value) == (
+        f"{tmp_path} has only pickled weights (pytorch_model.bin), which can run code when they "
+        "are loaded: convert them once to model.safetensors, with torch.load(weights_only=True) "
+        "and safetensors.torch.save_file"
+    )
+
+
 @pytest.mark.parametrize(
     "d2t",
     [
