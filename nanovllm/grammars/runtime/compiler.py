@@ -64,13 +64,14 @@ class Compiler:
     def build(self, tag: str) -> CompiledPair:
         assert self._compilers is not None, "not prepared"
         over_tokens, over_bytes = self._compilers
+        limits = "max_tokens" in tag
         if (tag_without_limits := without_limits(tag)) is None:
-            return CompiledPair(over_tokens.compile_structural_tag(tag))
+            return CompiledPair(over_tokens.compile_structural_tag(tag), may_limit_tokens=limits)
         free_tag, least = tag_without_limits
         free = over_tokens.compile_structural_tag(free_tag)
         by_bytes = reads_bytes(tag, self.texts)
         exact = (over_bytes if by_bytes else over_tokens).compile_structural_tag(tag)
-        return CompiledPair(exact, FreeGrammar(free, least, self.texts), by_bytes)
+        return CompiledPair(exact, FreeGrammar(free, least, self.texts), by_bytes, limits)
 
 
 def compiler_over(table: xgrammar.TokenizerInfo) -> xgrammar.GrammarCompiler:

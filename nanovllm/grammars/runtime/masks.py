@@ -144,7 +144,7 @@ class Grammars:
             if (matcher := self._matchers.get(request_id)) is None:
                 continue
             try:
-                is_over = not all(self._accepts(matcher, token) for token in tokens[begin:end])
+                is_over = not self._accepts_all(matcher, tokens[begin:end])
             except Exception:
                 log.exception("the grammar of request %d does not allow its token", request_id)
                 failed.add(request_id)
@@ -152,6 +152,19 @@ class Grammars:
                 if is_over:
                     del self._matchers[request_id]
         return failed
+
+    def _accepts_all(self, matcher: Matcher, tokens: list[int]) -> bool:
+        """Accept the tokens of a step. Return False at an end token without a continuation.
+
+        A limit of tokens is in effect only after a mask was made where it is reached. Without that,
+        xgrammar writes a warning to stderr with the next token. `fill` has made the first mask.
+        """
+        for at, token in enumerate(tokens):
+            if at and matcher.may_limit_tokens and not matcher.is_terminated():
+                matcher.fill(np.zeros(self._num_words, np.int32))
+            if not self._accepts(matcher, token):
+                return False
+        return True
 
     def _accepts(self, matcher: Matcher, token: int) -> bool:
         """Accept a token. Return False for an end token where the grammar has no continuation."""

@@ -47,11 +47,16 @@ class FreeGrammar(NamedTuple):
 
 
 class CompiledPair(NamedTuple):
-    """A compiled grammar. `by_bytes`: the exact grammar's vocabulary is single bytes."""
+    """A compiled grammar.
+
+    `by_bytes`: the exact grammar's vocabulary is single bytes. `may_limit_tokens`: a part of it may
+    have a limit of tokens.
+    """
 
     exact: xgrammar.CompiledGrammar
     free: FreeGrammar | None = None  # None: no limits to remove
     by_bytes: bool = False
+    may_limit_tokens: bool = False
 
     @property
     def memory_size_bytes(self) -> int:
@@ -169,6 +174,7 @@ class Matcher:
         self._exact = xgrammar.GrammarMatcher(grammar.exact, override_stop_tokens=stops)
         self._free: xgrammar.GrammarMatcher | None = None
         self._by_bytes = grammar.by_bytes
+        self.may_limit_tokens = grammar.may_limit_tokens
         if grammar.free is not None:
             compiled, least, self._texts = grammar.free
             self._least = min(least, self._texts.longest)

@@ -20,7 +20,7 @@ from nanovllm.grammars.runtime.matching import CompiledPair, Matcher
 from nanovllm.server.protocol import parse_request
 from nanovllm.server.served import Served
 from nanovllm.server.tag import structural_tag
-from nanovllm.wire import Generate, Ready, Sampling, StepOutput
+from nanovllm.wire import Finish, FinishReason, Generate, Ready, Sampling, StepOutput
 
 VOCAB, END = 2048, 2041
 WORDS = VOCAB // 32
@@ -217,6 +217,28 @@ def test_thinking_ends_and_a_call_begins_inside_a_window(made) -> None:
     assert call in masks[3] and word not in masks[3]
     assert set(masks[4]) <= {*tokenizer.encode("\n{").ids, *all_beginning("\n{")}
     assert made.fill([(1, [])]).tolist() == made.fill([(1, [word])])[:1].tolist()
+
+
+def test_a_step_that_uses_up_a_budget_and_ends_thinking_writes_nothing_to_stderr(
+    made, capfd
+) -> None:
+    """xgrammar would warn that the budget was exceeded, though it was not."""
+    tokenizer = served("qwen3").template.tokenizer
+    end_think = tokenizer.token_to_id("</think>")
+    (word,) = tokenizer.encode("a").ids
+    limits = {"structured_outputs": {"regex": "[a-z]{0,40}"}}
+    for request_id, fields in ((1, {}), (2, limits)):
+        grammar = grammar_of(turn="<think>\n", thinking_token_budget=2, **fields)
+        assert grammar.may_limit_tokens
+        follow(made, request_id, grammar)
+    step = [word, word, end_think]
+    masks = tokens_of(made.fill([(1, step), (2, step)]))
+    assert [row == [end_think] for row in masks] == [False, False, True, False] * 2
+    made.advance(output_of({1: step, 2: step}))
+    assert made.num_followed == 2
+    assert tokens_of(made.fill([(1, []), (2, [])])) == [masks[3], masks[7]]
+    assert capfd.readouterr() == ("", "")
+    made.advance(StepOutput(finished=[Finish(i, FinishReason.STOP) for i in (1, 2)]))
 
 
 def all_beginning(letters) -> set[int]:
