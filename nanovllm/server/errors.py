@@ -55,7 +55,12 @@ class ApiError(Exception):
 
 
 def bad_value(param: str, requirement: str, value: object) -> ApiError:
-    """Return an error like "temperature must be between 0 and 2, not 3.0"."""
+    """Return an error like "temperature must be between 0 and 2, not 3.0".
+
+    A null counts as missing.
+    """
+    if value is None:
+        return misplaced(param, f"is missing or null; it must be {requirement}")
     shown = shortened(repr(value), MAX_VALUE_CHARS)
     return misplaced(param, f"must be {requirement}, not {shown}")
 

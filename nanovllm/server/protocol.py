@@ -22,7 +22,7 @@ from nanovllm.server.errors import ApiError, bad_body, bad_text, bad_value, misp
 from nanovllm.server.parsers.base import FUNCTION_NAME
 from nanovllm.server.ranges import Range, check_biases, check_token_ids, ranges
 from nanovllm.server.tool_choice import ToolChoice, tool_choice
-from nanovllm.server.unsupported import Unsupported, check_structure, check_unsupported
+from nanovllm.server.unsupported import Unsupported, check_structure, check_unsupported, unsupported
 from nanovllm.transfer.params import PLAIN, TransferParams, parse_params
 
 MAX_STOPS = 16
@@ -33,6 +33,8 @@ MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 128, 128
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra")
+# Content parts with a `text`. vLLM also accepts the last two, which are of OpenAI's responses.
+TEXT_PARTS = ("text", "input_text", "output_text")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # Echoed in a header. Routers put the addresses of two servers in it.
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,256}")
@@ -63,6 +65,7 @@ class ChatMessage(Struct, frozen=True):
     refusal: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None  # alias of `reasoning` in other servers
+    prefix: Any = None  # refused if true
 
     @property
     def text(self) -> str | None:
@@ -264,13 +267,16 @@ def _check_messages(messages: list[ChatMessage]) -> None:
     for at, message in enumerate(messages):
         if message.role not in ROLES:
             raise bad_value(f"messages[{at}].role", f"one of {', '.join(ROLES)}", message.role)
+        if message.prefix:
+            raise unsupported(f"messages[{at}].prefix", "use continue_final_message")
         for part_at, part in enumerate(message.content if type(message.content) is list else ()):
             where = f"messages[{at}].content[{part_at}]"
             is_refusal = part.type == "refusal" and message.role == "assistant"
-            if part.type != "text" and not is_refusal:
+            if part.type not in TEXT_PARTS and not is_refusal:
                 raise bad_value(f"{where}.type", "'text': this model accepts only text", part.type)
-            if (part.refusal if is_refusal else part.text) is None:
-                raise bad_value(f"{where}.{part.type}", "a string", None)
+            field = "refusal" if is_refusal else "text"
+            if getattr(part, field) is None:
+                raise bad_value(f"{where}.{field}", "a string", None)
 
 
 def _check_continuation(request: ChatRequest) -> None:
@@ -333,16 +339,22 @@ def _check_format(request: ChatRequest) -> None:
         kind = response_format.get("type")
         if kind not in FORMATS:
             raise bad_value("response_format.type", f"one of {', '.join(FORMATS)}", kind)
-        body = response_format.get("json_schema")
-        if kind == "json_schema" and not isinstance(body, dict):
-            raise bad_value("response_format.json_schema", "an object with the schema", body)
+        if kind == "json_object" and response_format.get("schema"):
+            raise unsupported("response_format.schema", "use the type json_schema")
+        if kind == "json_schema":
+            body = response_format.get("json_schema")
+            if not isinstance(body, dict):
+                raise bad_value("response_format.json_schema", "an object with the schema", body)
+            if body.get("schema") is None:
+                raise bad_value("response_format.json_schema.schema", "a JSON Schema", None)
+            _check_flag("response_format.json_schema.strict", body.get("strict"))
     if other is None:
         return
     if response_format is not None and response_format["type"] != "text":
         raise misplaced("structured_outputs", "cannot be given together with response_format")
     check_structure(other)
-    if type(flag := other.get("json_object")) not in (bool, NoneType):
-        raise bad_value("structured_outputs.json_object", "true or false", flag)
+    for flag in ("json_object", "strict", "disable_any_whitespace"):
+        _check_flag(f"structured_outputs.{flag}", other.get(flag))
     named = [field for field in STRUCTURES if other.get(field) not in (None, False)]
     if len(named) != 1:
         given = named or [key for key, value in other.items() if value not in (None, False)]
@@ -353,18 +365,22 @@ def _check_tools(request: ChatRequest) -> None:
     if len(request.tools or ()) > MAX_TOOLS:
         raise bad_value("tools", f"at most {MAX_TOOLS} tools", len(request.tools or ()))
     for at, tool in enumerate(request.tools or ()):
-        if tool.get("type", "function") != "function":
+        if tool.get("type") not in (None, "function"):
             raise bad_value(f"tools[{at}].type", "'function'", tool["type"])
-        function = tool.get("function") or {}
+        function = tool.get("function")
         if not isinstance(function, dict):
-            raise bad_value(f"tools[{at}].function", "an object", function)
+            raise bad_value(f"tools[{at}].function", "an object with the function's name", function)
         name = function.get("name")
         if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name):
             requirement = "1 to 256 characters without white space, quotes and <>"
             raise bad_value(f"tools[{at}].function.name", requirement, name)
-        parameters, strict = function.get("parameters"), function.get("strict")
+        parameters = function.get("parameters")
         if parameters is not None and not isinstance(parameters, dict):
             raise bad_value(f"tools[{at}].function.parameters", "a JSON Schema", parameters)
-        if strict is not None and not isinstance(strict, bool):
-            raise bad_value(f"tools[{at}].function.strict", "true or false", strict)
+        _check_flag(f"tools[{at}].function.strict", function.get("strict"))
     _ = request.choice_of_tools
+
+
+def _check_flag(where: str, value: object) -> None:
+    if type(value) not in (bool, NoneType):
+        raise bad_value(where, "true or false", value)

@@ -46,7 +46,11 @@ def tool_choice(choice: str | dict[str, Any] | None, names: Sequence[str]) -> To
 
 def _name(choice: object, where: str, names: tuple[str, ...]) -> str:
     function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict):
+        raise bad_value(
+            f"{where}.function", "an object with the name of one of the tools", function
+        )
+    name = function.get("name")
     if name not in names:
         raise bad_value(f"{where}.function.name", "the name of one of the tools", name)
     return str(name)

@@ -244,6 +244,31 @@ def test_a_large_body_is_not_searched_for_half_of_a_surrogate_pair() -> None:
             "true or false",
         ),
         (field(tools=[{"function": "f"}]), "tools[0].function", "an object"),
+        (field(tools=[{"name": "f"}]), "tools[0].function", "is missing or null; it must be an ob"),
+        (
+            field(tools=[{"function": {"name": "f"}}], tool_choice={"type": "function"}),
+            "tool_choice.function",
+            "an object with the name of one of the tools",
+        ),
+        *(
+            (field(response_format=response_format), f"response_format.json_schema.{name}", words)
+            for response_format, name, words in (
+                ({"type": "json_schema", "json_schema": {"name": "x"}}, "schema", "is missing or"),
+                (
+                    {"type": "json_schema", "json_schema": {"schema": {}, "strict": "false"}},
+                    "strict",
+                    "true or false, not 'false'",
+                ),
+            )
+        ),
+        *(
+            (
+                field(structured_outputs={"json": {}, flag: "false"}),
+                f"structured_outputs.{flag}",
+                "true or false, not 'false'",
+            )
+            for flag in ("strict", "disable_any_whitespace")
+        ),
         (field(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias", "at most 1024 ids"),
         (field(stop_token_ids=[1] * 1025), "stop_token_ids", "at most 1024 ids, not 1025"),
         (field(min_tokens=5, max_tokens=3), "min_tokens", "at most max_tokens, here 3, not 5"),
@@ -281,6 +306,14 @@ def test_the_error_body_is_openais() -> None:
     assert json.loads(ApiError(503, "later").body())["error"]["type"] == "server_error"
 
 
+def test_a_missing_value_is_named_as_missing_not_as_pythons_none() -> None:
+    error = refused(field(response_format={"json_schema": {}}))
+    assert error.message == (
+        "response_format.type is missing or null; it must be one of text, json_object, "
+        "json_schema, structural_tag"
+    )
+
+
 def test_what_clients_send_is_accepted() -> None:
     body = field(
         model="demo",
@@ -312,7 +345,7 @@ def test_what_clients_send_is_accepted() -> None:
         bad_words=[],
         logit_bias={"5": -100, "6": 100},
         response_format={"type": "text"},
-        tools=[],
+        tools=[{"type": None, "function": {"name": "f", "parameters": None, "strict": None}}],
         tool_choice="none",
         stream=True,
         stream_options={"include_usage": True, "include_obfuscation": False},

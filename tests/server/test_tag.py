@@ -415,14 +415,18 @@ def test_with_tools_it_is_calls_or_the_content() -> None:
         ({"structured_outputs": {"json": r'{"const": "\ud800"}'}}, "structured_outputs.json must"),
         ({"structured_outputs": {"json": "[" * 99_999}}, "json must be JSON .*recursion"),
         ({"structured_outputs": {"json": NO_DATE}}, "structured_outputs.json: .*'not'"),
-        ({"structured_outputs": {"structural_tag": {}}}, "structural_tag.format must be an obj"),
+        (
+            {"structured_outputs": {"structural_tag": {}}},
+            "structural_tag.format is missing or null",
+        ),
         (
             {"response_format": {"type": "structural_tag", "structures": [], "triggers": []}},
-            "response_format.format must be an object, the format of the output, not None",
+            "response_format.format is missing or null; it must be an object, the format of the "
+            "output",
         ),
         (
             {"response_format": {**TAG, "format": {**XML, "content": {"type": "regex"}}}},
-            "response_format.format.content must be a string",
+            "response_format.format.content is missing or null; it must be a string",
         ),
         (
             {"response_format": {**TAG, "format": {"type": "token", "token": "nope"}}},

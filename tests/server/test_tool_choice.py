@@ -47,7 +47,7 @@ def test_forms(given, names, expected) -> None:
         ({"type": "x"}, NAMES, "tool_choice"),
         (function("h"), NAMES, "tool_choice.function.name"),
         (function(None), NAMES, "tool_choice.function.name"),
-        ({"type": "function", "function": 3}, NAMES, "tool_choice.function.name"),
+        ({"type": "function", "function": 3}, NAMES, "tool_choice.function"),
         (allowed("none", [function("f")]), NAMES, "tool_choice.allowed_tools.mode"),
         (allowed("auto", []), NAMES, "tool_choice.allowed_tools.tools"),
         (

@@ -8,7 +8,7 @@ import pytest
 
 from nanovllm.server.errors import ApiError
 from nanovllm.server.protocol import ChatRequest, parse_request
-from nanovllm.server.unsupported import DEFAULTS, INSTEAD
+from nanovllm.server.unsupported import DEFAULTS, FALSE_COUNTS, INSTEAD
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -35,6 +35,7 @@ ASKED = {  # values that change an answer
     "documents": [{"text": "x"}],
     "ebnf": 'root ::= "a"',
     "echo": True,
+    "enable_thinking": False,
     "function_call": "auto",
     "functions": [{"name": "f", "parameters": {}}],
     "grammar": 'root ::= "a"',
@@ -50,10 +51,13 @@ ASKED = {  # values that change an answer
     "mm_processor_kwargs": {"fps": 1},
     "modalities": ["text", "audio"],
     "prompt_logprobs": 0,
+    "reasoning": {"effort": "none"},
     "regex": "a",
     "repetition_detection": {"max_pattern_size": 2},
     "stop_regex": "a",
     "structural_tag": "{}",
+    "thinking": {"type": "disabled"},
+    "thinking_budget": 5,
     "truncate_prompt_tokens": -1,
     "use_beam_search": True,
     "vllm_xargs": {"x": 1},
@@ -73,7 +77,8 @@ def test_what_would_change_the_answer_is_refused(field) -> None:
 
 @pytest.mark.parametrize("field", DEFAULTS)
 def test_what_changes_nothing_is_accepted(field) -> None:
-    for value in (None, False, [], {}, "", DEFAULTS[field]):
+    falses = () if field in FALSE_COUNTS else (False,)
+    for value in (None, *falses, [], {}, "", DEFAULTS[field]):
         parse(**{field: value})
     parse(length_penalty=1.0, best_of=1, modalities=["text"], function_call="none")
 
@@ -135,3 +140,43 @@ def test_what_an_assistant_once_refused_is_history() -> None:
 def test_a_refusal_is_an_assistants_text(message, param, words) -> None:
     error = refused(messages=[message])
     assert error.param == param and words in error.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"enable_thinking": True},
+            "enable_thinking is not supported by this server: use reasoning_effort or "
+            "chat_template_kwargs",
+        ),
+        (
+            {"messages": [*HELLO, {"role": "assistant", "content": "a", "prefix": True}]},
+            "messages[1].prefix is not supported by this server: use continue_final_message",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
+            "response_format.schema is not supported by this server: use the type json_schema",
+        ),
+    ],
+)
+def test_a_field_of_another_server_is_refused_with_the_one_to_use(fields, message) -> None:
+    error = refused(**fields)
+    assert (error.message, error.code) == (message, "unsupported_parameter")
+    assert error.param == message.split()[0]
+
+
+def test_fields_of_other_servers_that_say_nothing_are_accepted() -> None:
+    message = {"role": "assistant", "content": "a", "prefix": False}
+    formats = ({"type": "json_object", "schema": {}}, {"type": "json_object", "schema": None})
+    for response_format in formats:
+        parse(messages=[*HELLO, message], response_format=response_format)
+
+
+def test_text_parts_of_the_responses_api_are_text() -> None:
+    parts = [{"type": "input_text", "text": "Add"}, {"type": "output_text", "text": "1 and 2"}]
+    (message,) = parse(messages=[{"role": "user", "content": parts}]).messages
+    assert message.text == "Add\n1 and 2"
+    error = refused(messages=[{"role": "user", "content": [{"type": "input_text"}]}])
+    assert error.param == "messages[0].content[0].text"
+    assert error.message == f"{error.param} is missing or null; it must be a string"
