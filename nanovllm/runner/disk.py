@@ -53,6 +53,8 @@ def owner_of(config: Config, resolved: Resolved) -> PageOwner:
         "cache": recipe.cache.dtype,
         "drafts": drafts,
     }
+    if recipe.kernels.invariant:
+        settings["numerics"] = numerics(resolved)
     if config.model_dir is None:
         identity = digest_of("dummy", Path(config.config_path).read_bytes(), settings)
     else:
@@ -60,3 +62,14 @@ def owner_of(config: Config, resolved: Resolved) -> PageOwner:
         identity = model_identity(Path(config.model_dir), settings, has_weights=has_weights)
     layout = digest_of(resolved.layout, resolved.page_tokens, resolved.mesh.tp_size)
     return PageOwner(identity=identity, dtype=recipe.dtype, layout=layout, rank=resolved.mesh.rank)
+
+
+def numerics(resolved: Resolved) -> list[object]:
+    """Return what decides the last bits of keys and values: device, ranks and kernels.
+
+    Decision: only servers with kernels.invariant compare it. Others accept pages with other last
+    bits, and find those of before a change of a kernel.
+    """
+    kernels = msgspec.to_builtins(resolved.recipe.kernels)
+    names = {key: name for key, name in kernels.items() if isinstance(name, str)}
+    return [resolved.recipe.device, resolved.mesh.tp_size, resolved.mesh.ep_size, names]
