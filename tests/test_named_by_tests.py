@@ -37,6 +37,7 @@ DRIVEN_BY = {
         nanovllm/plan.py nanovllm/registry.py
         nanovllm/runner/batch.py nanovllm/runner/runner.py""",
     "tests/end_to_end/test_replicas.py": "nanovllm/server/metrics_page.py",
+    "tests/server/test_prefill_requests.py": "nanovllm/server/handover.py",
     "tests/attention/test_choose.py": "nanovllm/attention/__init__.py",
     "tests/models/test_invariant.py": "nanovllm/attention/invariant.py",
     "tests/kernels/test_invariant.py": """

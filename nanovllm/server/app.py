@@ -38,6 +38,12 @@ from nanovllm.server.asgi import (
 from nanovllm.server.debug_steps import DEBUG, looks
 from nanovllm.server.engines import Engines
 from nanovllm.server.errors import ApiError, shutting_down, unknown_model, unknown_path
+from nanovllm.server.handover import (
+    NoHandoverError,
+    answer_without_pages,
+    is_left_to_decode,
+    kept_headers,
+)
 from nanovllm.server.large import LARGE_BYTES, MANY_MESSAGES, LargeBodies, Room
 from nanovllm.server.metrics import OTHER_PATH, HttpCounts
 from nanovllm.server.orders import with_grammar
@@ -47,7 +53,7 @@ from nanovllm.server.refusals import RefusalLog
 from nanovllm.server.served import Served
 from nanovllm.server.stream import CLIENT_LEFT, Stream
 from nanovllm.server.template import Prompt
-from nanovllm.transfer.params import ticket_in, used_ticket
+from nanovllm.transfer.params import TransferParams, params_in, used_ticket
 
 log = logging.getLogger("server")
 CHAT = "/v1/chat/completions"
@@ -117,6 +123,8 @@ class App:
             log.info("request %s", fields(id=request_id, status=CLIENT_LEFT))
         except ApiError as error:
             self._refuse(scope, writer, error, request_id)
+        except NoHandoverError as error:
+            self._leave_to_decode(scope, writer, error.failure, request_id)
         except asyncio.CancelledError:  # by `end_all`
             if not writer.status:
                 self._refuse(scope, writer, shutting_down(), request_id)
@@ -210,12 +218,24 @@ class App:
         headers = [(b"x-request-id", request_id.encode()), *error.headers]
         writer.respond(error.status, JSON, error.body(), headers)
 
+    def _leave_to_decode(
+        self, scope: Scope, writer: Writer, failure: ApiError, request_id: str
+    ) -> None:
+        """Answer a prefill request that failed, so that the router goes on to a decode server."""
+        if scope["path"] != CHAT:
+            self._refuse(scope, writer, failure, request_id)
+            return
+        self._counts.rejected[failure.code or "error"] += 1
+        log.info("request %s", fields(id=request_id, status=200, error=failure.code))
+        headers = [(b"x-request-id", request_id.encode()), *kept_headers(failure)]
+        writer.respond(200, JSON, answer_without_pages(request_id, self._served.name), headers)
+
     async def _chat(self, scope: Scope, receive: Receive, writer: Writer, request_id: str) -> None:
         begun = time.monotonic()
         request, prompt = await self._counted(scope, receive, self._prepared)
         request_id = request.request_id or request_id
         route = self._engines.route(request, prompt, self._served.adapter_of(request))
-        with self._declining(lambda: used_ticket(request.transfer)):
+        with self._handing_over(lambda: request.transfer):
             stream = Stream(
                 request,
                 prompt,
@@ -258,7 +278,7 @@ class App:
         assert task is not None
         self._preparing.add(task)
         try:
-            if self.is_draining:
+            if self.is_draining and not self._served.is_prefill:
                 raise shutting_down()
             check_headers(scope)
             return await prepare(scope, receive)
@@ -273,31 +293,35 @@ class App:
         if request.transfer.role == "prefill":
             return request.for_prefill, prompt
         if request.constrained_by is not None or request.tools:
-            with self._declining(lambda: used_ticket(request.transfer)):
+            with self._handing_over(lambda: request.transfer):
                 prompt = await asyncio.get_running_loop().run_in_executor(
                     self._threads, partial(with_grammar, request, prompt, self._served)
                 )
         return request, prompt
 
     async def _prompted(self, scope: Scope, receive: Receive) -> tuple[ChatRequest, Prompt]:
-        served = self._served
+        served, is_late = self._served, self.is_draining
         with self._room.taken() as grown:
             body = await read_body(scope, receive, self._max_body_bytes, grown)
-            with self._declining(lambda: ticket_in(body)):
+            with self._handing_over(lambda: params_in(body)):
+                if is_late:
+                    raise shutting_down()
                 request: ChatRequest | None = None
                 if len(body) <= LARGE_BYTES:
                     request = served.request(body)
                 if request is None or len(request.messages) > MANY_MESSAGES:
                     return await unless_left(receive, self._large.prepare(body))
-        with self._declining(lambda: used_ticket(request.transfer)):
+        with self._handing_over(lambda: request.transfer):
             prompt = await asyncio.get_running_loop().run_in_executor(
                 self._threads, served.template.prompt, request, served.max_model_tokens
             )
         return request, prompt
 
     @contextmanager
-    def _declining(self, ticket: Callable[[], str]) -> Iterator[None]:
+    def _handing_over(self, params: Callable[[], TransferParams]) -> Iterator[None]:
         """Decline the ticket of a request that ends in this block.
+
+        Raise NoHandoverError if it is a prefill request that a decode server may serve.
 
         Decision: after a status of 5xx a router may try another decode server, which needs the
         ticket. Then the lease ends by itself.
@@ -306,8 +330,12 @@ class App:
             yield
         except (ApiError, ClientLeftError) as error:
             is_final = not isinstance(error, ApiError) or error.status < 500
-            if is_final and (text := ticket()):
+            found = params()
+            if is_final and (text := used_ticket(found)):
                 self._engines.decline(text)
+            is_prefill = found.role == "prefill"
+            if is_prefill and isinstance(error, ApiError) and is_left_to_decode(error):
+                raise NoHandoverError(error) from None
             raise
 
     def _models(self) -> tuple[bytes, bytes]:

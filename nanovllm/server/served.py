@@ -36,6 +36,8 @@ class Served:
         self.max_model_tokens = ready.max_model_tokens
         self.vocab_size = ready.vocab_size
         server, speculate = config.recipe.server, config.recipe.speculate
+        role = config.recipe.transfer
+        self.is_prefill = role is not None and role.role == "prefill"
         self.ranges = ranges(
             ready.max_model_tokens,
             raise_priority=server.raise_priority,

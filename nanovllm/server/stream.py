@@ -33,6 +33,7 @@ from nanovllm.server.answers import (
 from nanovllm.server.asgi import JSON, Header, Receive, Writer, start
 from nanovllm.server.choice import CORRUPTED, Choice
 from nanovllm.server.errors import ApiError
+from nanovllm.server.handover import answer_without_pages, is_left_to_decode, kept_headers
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.orders import generates
 from nanovllm.server.protocol import ChatRequest, StreamOptions
@@ -187,7 +188,10 @@ class Stream:
             self._answer(200, self._body())
 
     def fail(self, failure: ApiError) -> None:
-        """End with an error: as an event if headers were sent, otherwise as an HTTP response."""
+        """End with an error: as an event if headers were sent, otherwise as an HTTP response.
+
+        A prefill request that a decode server may serve gets an answer without pages instead.
+        """
         if self.is_over:
             return
         self._abort()
@@ -196,6 +200,9 @@ class Stream:
         if self._writer.status:  # headers were sent
             events = (*self._out, error_event(failure.body()), DONE)
             self._write(b"".join(events), is_last=True)
+        elif self._request.transfer.role == "prefill" and is_left_to_decode(failure):
+            body = answer_without_pages(self._request_id, self._model)
+            self._answer(200, body, kept_headers(failure))
         else:
             self._answer(failure.status, failure.body(), failure.headers)
 

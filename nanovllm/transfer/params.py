@@ -64,13 +64,12 @@ def _flag(value: dict[Any, Any], name: str) -> bool:
     return flag is True
 
 
-def ticket_in(body: bytes) -> str:
-    """Return the ticket of a request whose other fields may be wrong; "" without one."""
+def params_in(body: bytes) -> TransferParams:
+    """Return the role and ticket of a request whose other fields may be wrong."""
     try:
-        params = parse_params(msgspec.json.decode(body, type=_Handed).kv_transfer_params)
+        return parse_params(msgspec.json.decode(body, type=_Handed).kv_transfer_params)
     except (ValueError, RecursionError):  # the former also of msgspec
-        return ""
-    return used_ticket(params)
+        return PLAIN
 
 
 def used_ticket(params: TransferParams) -> str:

@@ -6,6 +6,9 @@ The bodies are those of vllm-router and of llm-d's sidecar.
 from __future__ import annotations
 
 import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -17,9 +20,10 @@ from nanovllm.server.protocol import parse_request
 from nanovllm.server.ranges import ranges
 from nanovllm.server.served import Served
 from nanovllm.server.template import Prompt
-from nanovllm.transfer.params import ticket_in
-from tests.server.fake_engine import READY
-from tests.server.serving import body, eventually
+from nanovllm.transfer.params import PLAIN, params_in
+from nanovllm.wire import Refusal, RefusalKind
+from tests.server.fake_engine import READY, queue_full
+from tests.server.serving import Api, body, eventually, serving
 
 ASKED = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
@@ -70,6 +74,86 @@ def test_without_a_lease_the_answer_has_no_object(api) -> None:
     assert response.status_code == 200 and "kv_transfer_params" not in response.json()
 
 
+def is_left_to_decode(response: httpx.Response) -> bool:
+    """Return True for an answer with which routers go on to a decode server."""
+    answer = response.json()
+    return (
+        response.status_code == 200
+        and "kv_transfer_params" not in answer
+        and [choice["message"]["content"] for choice in answer["choices"]] == [""]
+        and answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+        and "retry-after" not in response.headers
+    )
+
+
+@pytest.mark.parametrize(
+    ("refused", "code"),
+    [
+        (queue_full(), "queue_full"),
+        (Refusal(0, RefusalKind.TOO_LONG, "too long"), "context_length_exceeded"),
+        (Refusal(0, RefusalKind.NO_ADAPTER, "no adapter"), "model_not_found"),
+        (Refusal(0, RefusalKind.FAILED, "it failed"), "admission_failed"),
+        (None, "corrupted_output"),
+    ],
+)
+def test_what_the_engine_refuses_is_left_to_the_decode_server(api, refused, code) -> None:
+    """Routers would relay an error to the client, and would not try the decode server."""
+    api.engine.handover = json.dumps(OBJECT)
+    api.engine.refuse, api.engine.corrupt_after = refused, 0
+    before = number_of(api, code)
+    response = api.chat("hello", max_tokens=1, kv_transfer_params=ASKED)
+    assert is_left_to_decode(response), response.text
+    assert number_of(api, code) == before + 1
+    assert api.chat("hello").status_code >= 400
+    api.engine.refuse, api.engine.corrupt_after = None, -1
+    answered = api.chat("hello", max_tokens=1, kv_transfer_params=ASKED)
+    assert answered.json()["kv_transfer_params"] == OBJECT
+
+
+def number_of(api: Api, code: str) -> int:
+    """Return the number of requests that were refused with a code so far."""
+    page = api.http.get("/metrics").text
+    return sum(map(int, re.findall(rf'vllm:admission_rejections_total.*"{code}".* (\d+)', page)))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"model": "an adapter"},
+        {"messages": [{"role": "user", "content": "x " * 600}]},
+        {"messages": [{"role": "user", "content": "x " * 40_000}]},
+    ],
+)
+def test_limits_of_this_server_are_left_to_the_decode_server(api, more) -> None:
+    response = api.chat("hello", kv_transfer_params=ASKED, **more)
+    assert is_left_to_decode(response), response.text
+    assert api.chat("hello", **more).status_code in (400, 404)
+    assert api.chat("hello", kv_transfer_params=ASKED, temperature=-1).status_code == 400
+    path = "/v1/chat/completions/render"
+    rendered = api.http.post(path, json=body(kv_transfer_params=ASKED, **more))
+    assert "choices" not in rendered.json()
+    assert not api.engine.generates
+
+
+def test_prompts_are_left_to_the_decode_server_at_the_shutdown(tmp_path: Path) -> None:
+    role = ("transfer.role=prefill", "transfer.listen=127.0.0.1:5600", "server.shutdown_s=20")
+    with serving(tmp_path, *role) as api:
+        api.engine.is_stuck = True
+        with ThreadPoolExecutor(1) as threads:
+            running = threads.submit(api.chat, "hello", kv_transfer_params=ASKED)
+            eventually(lambda: len(api.engine.generates) == 1)
+            api.process.terminate()
+            eventually(lambda: httpx.get(f"{api.url}/ready").status_code == 503)
+            url = f"{api.url}/v1/chat/completions"
+            late = httpx.post(url, json=body(kv_transfer_params=ASKED))
+            assert is_left_to_decode(late) and late.headers["connection"] == "close"
+            refused = httpx.post(url, json=body())
+            assert refused.json()["error"]["code"] == "shutting_down"
+            api.engine.die()
+            assert is_left_to_decode(running.result(10))
+        assert len(api.engine.generates) == 1
+
+
 def test_the_object_of_a_decode_request(api) -> None:
     api.engine.handover = ""
     params = OBJECT | {"remote_host": "attacker", "remote_block_ids": [[1]], "unknown": 1}
@@ -113,7 +197,7 @@ def test_other_refused_requests_decline_nothing(api) -> None:
 
 @pytest.mark.parametrize("data", [b"[" * 9, b"[" * 100_000, b'{"a":' * 100_000, b"\xff", b"{}"])
 def test_bodies_without_a_ticket(data) -> None:
-    assert ticket_in(data) == ""
+    assert params_in(data) == PLAIN
 
 
 @pytest.mark.parametrize(
