@@ -13,8 +13,9 @@ from unittest.mock import patch
 import pytest
 from msgspec.structs import replace
 
-from nanovllm.config import Config, ConfigError, Speculate, TransferRole, load_config
+from nanovllm.config import Config, ConfigError, Disk, Speculate, TransferRole, load_config
 from nanovllm.engine.tickets import Tickets
+from nanovllm.kv.costs import TransferCosts
 from nanovllm.parallel.mesh import first_rank
 from nanovllm.roles import Backend, Role
 from nanovllm.runner import roles
@@ -72,6 +73,55 @@ def test_pages_of_a_draft_head_and_of_two_prefill_engines(tmp_path: Path) -> Non
     make_mtp(tmp_path, "qwen3_next", **CASES["qwen3_next"][1])
     speculate = Speculate(method="mtp", tokens=2, adapt=False)
     check_texts(config_of(tmp_path), dict(checkpoints=8, speculate=speculate), num_prefill=2)
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [("qwen3 gqa 3, tied", dict()), ("qwen3_next that repeats itself", dict(checkpoints=12))],
+)
+def test_pages_from_the_tiers_of_a_prefill_server(
+    case: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    """P's device has 24 pages, its host memory 14, and its disk all. Each prompt comes twice."""
+    family, overrides = CASES[case]
+    make_tiny(tmp_path / "model", family, **overrides)
+    config, disk = config_of(tmp_path / "model"), Disk(path=str(tmp_path / "pages"), gib=0.1)
+    sizes = dict(slots=4, step_tokens=24, max_tokens=90) | sizes
+    asked = with_role(config, "prefill", "127.0.0.1:0")
+    p = WholeEngine(asked, pages=24, host_gib=14 * 4096 / 2**30, disk=disk, **sizes)
+    assert p.runner.disk.scanned.wait(20)
+    p.memory.tier.costs = TransferCosts(page_s=0, token_s=1, start_s=-1e9)
+    lender, ended = p.runner.lender, list[Lease]()
+    lender.call_when_ended(ended.append)
+    asked = with_role(config, "decode", "{}:{}".format(*lender.server.address))
+    d = WholeEngine(asked, pages=200, host_gib=0.01, **sizes)
+    alone = WholeEngine(config, pages=200, **sizes)
+    tickets = Tickets(d.runner.remote, 4)
+    eventually(lambda: d.runner.remote._client.reads_from(lender.engine))
+    prompts = [[one, *range(40, 80)] for one in range(5)]
+    for i, prompt in enumerate(2 * prompts):
+        is_second = i >= len(prompts)
+        p.loop.handle(spec_of(i, prompt, 1, lends=is_second))
+        p.run()
+        eventually(lambda: p.loop.step() or not p.scheduler.num_moving)
+        if not is_second:
+            continue
+        params = json.loads(p.handovers[i])
+        spec = spec_of(i, prompt, 6, ticket=params["nanovllm_ticket"])
+        alone.loop.handle(replace(spec, ticket=""))
+        alone.run()
+        tickets.offer(spec, b"")
+        d.loop.handle(spec)
+        d.run()
+        assert d.cached[i] == params["remote_num_tokens"] == 40
+        eventually(lambda count=i + 1 - len(prompts): len(ended) == count)
+        p.scheduler.take_back(ended[-1].pages, ended[-1].state)
+        p.scheduler.check()
+    tiers = p.scheduler.stats().tiers
+    assert tiers["disk.hit_tokens"] >= 100 and tiers["disk.failed"] == 0
+    assert d.text == alone.text
+    for end in (d.runner.remote, lender, p.runner.disk):
+        end.close()
 
 
 def check_texts(config: Config, sizes: dict[str, Any], num_prefill: int = 1) -> None:
