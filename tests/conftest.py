@@ -1,4 +1,4 @@
-"""`pytest -m quick`, and Hypothesis profiles.
+"""`pytest -m quick`, Hypothesis profiles, and one thread per process of tests.
 
 `--hypothesis-profile=quick` runs few examples and few random engines, `thorough` four times as many
 as usual.
@@ -6,6 +6,7 @@ as usual.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,10 @@ from hypothesis import HealthCheck, settings
 from tests.quick import LONG, is_quick
 
 TESTS = Path(__file__).parent
+
+# Torch reads it when it is imported, here and in the processes that tests start. Models of tests
+# are tiny, so more threads only wait for each other, while another worker of xdist has the core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Examples are the same each time, so that a failure belongs to the commit. There is no deadline,
 # since the machine may be shared. `--hypothesis-profile=random` runs other examples each time.

@@ -1,8 +1,13 @@
-"""`pytest -m quick` covers all packages, and its lists contain existing names only."""
+"""`pytest -m quick` covers all packages, its lists contain existing names, and threads are few."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from tests.quick import LONG, QUICK, SLOW, is_quick
 
@@ -34,3 +39,17 @@ def test_what_is_listed_is_quick() -> None:
     assert is_quick("test_quick.py") and is_quick("ipc/test_channel.py")
     assert not is_quick("ipc/test_channel.py", next(iter(SLOW)))
     assert not is_quick("kernels/sampling/test_draw.py") and not is_quick("ipc")
+
+
+@pytest.mark.parametrize(("given", "threads"), [(None, "1"), ("3", "3")])
+def test_torch_has_one_thread_unless_the_environment_has_another_number(
+    given: str | None, threads: str
+) -> None:
+    """The number is set before torch is imported, which reads it once."""
+    code = "import os, sys, tests.conftest; print(os.environ['OMP_NUM_THREADS'], {*sys.modules})"
+    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    variables |= {"OMP_NUM_THREADS": given} if given else {}
+    command = [sys.executable, "-c", code]
+    said = subprocess.check_output(command, cwd=TESTS.parent, env=variables, text=True)
+    found, modules = said.split(" ", 1)
+    assert found == threads and "'hypothesis'" in modules and "'torch'" not in modules
