@@ -37,17 +37,15 @@ EXIT_CRASH = 1
 REMOVALS = 100  # attempts to remove the folder, about 20 us each when it no longer exists
 LEAVE = "leave"  # message to an engine: no further API process will connect
 STALLS = 6  # a step late by more than this multiple of server.stall_s is stuck
-OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 
 
 def spawn(
     name: str, config: Config, target: object, args: tuple[object, ...] = (), *, folder: str = ""
 ) -> Child:
-    """Start a child that runs `target(Word, config, *args)`, and return it with its pipe.
+    """Start a child that runs `target(link, config, *args)`. Return it with its pipe.
 
-    It dies with this process.
-
-    The child starts with interrupts blocked. Thus a Ctrl-C, which a terminal sends to all
+    `link` is its SupervisorLink. The child dies with this process. It starts with interrupts blocked. Thus a Ctrl-C, which a terminal sends to all
     processes, does not end it before it ignores interrupts. This process gets one that arrives
     meanwhile right after the start. `ps` shows the first 15 characters of `name`.
     """
@@ -69,7 +67,7 @@ def spawn(
     return process, ours
 
 
-class Word:
+class SupervisorLink:
     """A child's end of the pipe to its supervisor."""
 
     def __init__(self, pipe: Pipe, folder: str = "") -> None:
@@ -88,7 +86,7 @@ class Word:
         self.is_ready = True
         self._send("ready")
 
-    def ready_for_good(self) -> None:
+    def ready_without_sigterm(self) -> None:
         """Report ready, and ignore SIGTERM from now on.
 
         The process then ends after its last connection, even if a SIGTERM reaches all processes.
@@ -96,11 +94,11 @@ class Word:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.ready()
 
-    def sorry(self, why: object) -> NoReturn:
+    def fail_start(self, why: object) -> NoReturn:
         self._send(str(why))
         sys.exit(EXIT_CONFIG)
 
-    def hear(self, on_lost: Callable[[int, float], object]) -> None:
+    def on_engine_lost(self, on_lost: Callable[[int, float], object]) -> None:
         """Call `on_lost`, in a thread, for each engine lost from now on.
 
         Its arguments are the engine's number and the monotonic time of the loss.
@@ -126,14 +124,14 @@ class Word:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 if self._pipe.poll(BEAT_EVERY_S):
-                    self._take(self._pipe.recv())
+                    self._handle(self._pipe.recv())
                 else:
                     self._send(self._beat())
         for _ in range(REMOVALS):
             shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(EXIT_CRASH)
 
-    def _take(self, message: object) -> None:
+    def _handle(self, message: object) -> None:
         if message == LEAVE:
             self._must_leave = True
             self._on_leave()
@@ -160,17 +158,17 @@ def child(target: object, pipe: Pipe, folder: str, config: Config, *args: object
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_name(multiprocessing.current_process().name)
     setup(config.recipe.server.log_format)
-    word = Word(pipe, folder)
-    threading.Thread(target=word.leave_with_supervisor, daemon=True).start()
+    link = SupervisorLink(pipe, folder)
+    threading.Thread(target=link.leave_with_supervisor, daemon=True).start()
     code = EXIT_CRASH
     with contextlib.suppress(SystemExit):
-        run_child(target, word, config, *args)
+        run_child(target, link, config, *args)
         code = 0
     logging.shutdown()
     os._exit(code)
 
 
-def run_child(target: object, word: Word, config: Config, *args: object) -> None:
+def run_child(target: object, link: SupervisorLink, config: Config, *args: object) -> None:
     """Run the target, and report an exception.
 
     Before the process is ready, the reason goes to the supervisor as one line. An unexpected
@@ -178,44 +176,43 @@ def run_child(target: object, word: Word, config: Config, *args: object) -> None
     """
     try:
         assert callable(target)
-        target(word, config, *args)
+        target(link, config, *args)
     except ConfigError as error:
-        word.sorry(error)
+        link.fail_start(error)
     except (RankLostError, EngineLostError):
         sys.exit(EXIT_CRASH)  # the supervisor logs the exit of the lost process
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in OF_A_DISK and not word.is_ready:
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS and not link.is_ready:
             some = f"one of {tempfile.gettempdir()}, {cache_dir()}, Triton's cache"
-            word.sorry(f"cannot write {error.filename or some}: {error.strerror}")
+            link.fail_start(f"cannot write {error.filename or some}: {error.strerror}")
         log.exception(name := multiprocessing.current_process().name)
-        word.sorry(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
+        link.fail_start(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
 
 
-def run_engine(word: Word, config: Config, place: Place, path: str) -> None:
+def run_engine(link: SupervisorLink, config: Config, place: Place, path: str) -> None:
     """Run rank 0, which plans and serves, or another rank, which follows rank 0."""
     if place.rank == 0:
         from nanovllm.engine.process import main
         from nanovllm.ipc.channel import Listener
 
         if config.recipe.parallel.dp > 1:  # other engines serve while this one is replaced
-            word.most_late_s = STALLS * config.recipe.server.stall_s
+            link.most_late_s = STALLS * config.recipe.server.stall_s
         main(
             config,
             place,
             listener=Listener(path),
-            num_workers=0,
-            ready=word.ready_for_good,
-            supervisor=word,
+            ready=link.ready_without_sigterm,
+            supervisor=link,
         )
     else:
         from nanovllm.engine.ranks import follow
 
         logging.getLogger("engine").setLevel(logging.WARNING)  # rank 0 logs the same lines
-        follow(config, place, word.ready_for_good)
+        follow(config, place, link.ready_without_sigterm)
 
 
 def run_api(
-    word: Word,
+    link: SupervisorLink,
     config: Config,
     paths: Sequence[str],
     worker: int,
@@ -229,7 +226,7 @@ def run_api(
         paths,
         worker,
         socks,
-        ready=word.ready,
-        hear=word.hear,
+        ready=link.ready,
+        on_engine_lost=link.on_engine_lost,
         first_life=first_life,
     )

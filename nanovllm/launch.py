@@ -193,7 +193,7 @@ def serve(config: Config) -> int:
         engine_processes(config) as (paths, fleet),
     ):
         apis, grace_s = api_processes(config, paths, socks), LAST_WORDS_S
-        fleet.on_lost = lambda at: tell(apis.children, at)
+        fleet.on_lost = lambda at: report_lost_engine(apis.children, at)
         try:
             start(apis)
             wait_ready([*fleet.children, *apis.children], stopped)
@@ -312,23 +312,23 @@ def drained(fleet: Fleet, workers: Sequence[BaseProcess], limit_s: float) -> int
     """
     running = [one for one in (*fleet.processes, *workers) if one.exitcode is None]
     stop(workers, limit_s, fleet)
-    for _, word in fleet.children:
+    for _, pipe in fleet.children:
         with contextlib.suppress(OSError):
-            word.send(LEAVE)
+            pipe.send(LEAVE)
     stop(fleet.processes, LAST_WORDS_S, fleet)
     if wrong := [one.name for one in running if one.exitcode not in (0, -signal.SIGTERM)]:
         log.error("%s failed to shut down cleanly", ", ".join(wrong))
     return EXIT_CRASH if wrong else 0
 
 
-def tell(workers: Sequence[Child], engine: int) -> None:
+def report_lost_engine(workers: Sequence[Child], engine: int) -> None:
     """Report a lost engine to all API processes.
 
     Its sockets may stay open for seconds after its end, until the device releases the process.
     """
-    for _, word in workers:
+    for _, pipe in workers:
         with contextlib.suppress(OSError):
-            word.send((engine, time.monotonic()))
+            pipe.send((engine, time.monotonic()))
 
 
 def wait_ready(children: Sequence[Child], stopped: threading.Event | None = None) -> None:
@@ -341,7 +341,7 @@ def wait_ready(children: Sequence[Child], stopped: threading.Event | None = None
     """
     starting = StartingChildren(children)
     while starting.waiting:
-        wait([word for _, word in starting.waiting], 0.1)
+        wait([pipe for _, pipe in starting.waiting], 0.1)
         if stopped is not None and stopped.is_set():
             raise Stopped
         for process, message in sorted(starting.outcomes(), key=lambda one: one[1] is None):

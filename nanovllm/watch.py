@@ -82,15 +82,15 @@ class WatchedRanks:
         By default it may be silent forever, since its streams continue when it does.
         """
         self.processes = [process for process, _ in children]
-        self._words = [word for _, word in children]
+        self._pipes = [pipe for _, pipe in children]
         self._signs = [LifeSigns(process) for process in self.processes]
         self._most_s = LOST_S if len(children) > 1 else alone_s
 
     def lost(self) -> str:
         """Return the reason why the engine cannot continue, or "". Must be called every TICK_S."""
         stuck = []
-        for signs, word in zip(self._signs, self._words, strict=True):
-            reports = messages(word)
+        for signs, pipe in zip(self._signs, self._pipes, strict=True):
+            reports = messages(pipe)
             signs.turn(has_beaten=bool(reports))
             if reports and reports[-1].startswith(STUCK):
                 stuck.append(f"{signs.process.name} is {reports[-1]}")
@@ -121,12 +121,12 @@ class StartingChildren:
         None is the outcome of a process that ended without a message.
         """
         outcomes: list[tuple[BaseProcess, str | None]] = []
-        for process, word in list(self.waiting):
-            while word.poll():
-                if (report := message(word)) == BEAT:
+        for process, pipe in list(self.waiting):
+            while pipe.poll():
+                if (report := message(pipe)) == BEAT:
                     self._has_beaten.add(id(process))
                     continue
-                self.waiting.remove((process, word))
+                self.waiting.remove((process, pipe))
                 outcomes.append((process, report))
                 break
         return outcomes
@@ -157,12 +157,12 @@ class StartingChildren:
         return ""
 
 
-def messages(word: Pipe) -> list[str]:
+def messages(pipe: Pipe) -> list[str]:
     """Return all pending messages of a child."""
     received: list[str] = []
     with contextlib.suppress(EOFError, OSError):  # the child has ended
-        while word.poll():
-            received.append(str(word.recv()))
+        while pipe.poll():
+            received.append(str(pipe.recv()))
     return received
 
 

@@ -12,7 +12,7 @@ from threading import Thread
 import pytest
 
 from nanovllm import children, launch
-from nanovllm.children import LEAVE, Word
+from nanovllm.children import LEAVE, SupervisorLink
 from nanovllm.config import load_config
 
 
@@ -21,7 +21,7 @@ class Left(BaseException):
 
 
 @pytest.fixture
-def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Connection, Word, Thread]]:
+def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Connection, SupervisorLink, Thread]]:
     """Yield the supervisor's end of a pipe, and a child with a thread at the other end."""
 
     def leave(code: int) -> None:
@@ -30,15 +30,15 @@ def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Connection, Word, Th
     monkeypatch.setattr(children.os, "_exit", leave)
     monkeypatch.setattr(children, "BEAT_EVERY_S", 0.01)
     ours, theirs = Pipe()
-    word = Word(theirs)
+    link = SupervisorLink(theirs)
 
     def live() -> None:
         with contextlib.suppress(Left):
-            word.leave_with_supervisor()
+            link.leave_with_supervisor()
 
     thread = Thread(target=live, daemon=True)
     thread.start()
-    yield ours, word, thread
+    yield ours, link, thread
     ours.close()
     thread.join(30)
     assert not thread.is_alive()
@@ -54,19 +54,19 @@ def received(pipe: Connection, text: str) -> str:
 
 
 def test_heartbeats_begin_before_the_child_is_ready(pipe) -> None:
-    ours, word, _ = pipe
-    assert ours.poll(30) and ours.recv() == "alive" and not word.is_ready
-    word.ready()
-    assert received(ours, "ready") == "ready" and word.is_ready
+    ours, link, _ = pipe
+    assert ours.poll(30) and ours.recv() == "alive" and not link.is_ready
+    link.ready()
+    assert received(ours, "ready") == "ready" and link.is_ready
     assert received(ours, "alive") == "alive"
 
 
 def test_a_step_that_is_far_too_late_is_reported(pipe) -> None:
-    ours, word, _ = pipe
+    ours, link, _ = pipe
     late_s = 59.0
-    word.watch_steps(lambda: late_s)
+    link.watch_steps(lambda: late_s)
     received(ours, "alive")
-    word.most_late_s = 60.0
+    link.most_late_s = 60.0
     received(ours, "alive")
     late_s = 61.2
     said = "stuck: its step takes 61 s longer than any before"
@@ -77,15 +77,15 @@ def test_a_step_that_is_far_too_late_is_reported(pipe) -> None:
 
 
 def test_an_engine_is_told_once_that_no_api_process_follows(pipe) -> None:
-    ours, word, _ = pipe
+    ours, link, _ = pipe
     left: list[int] = []
-    word.on_leave(lambda: left.append(1))
+    link.on_leave(lambda: left.append(1))
     ours.send(LEAVE)
     deadline = time.monotonic() + 30
     while not left and time.monotonic() < deadline:
         time.sleep(0.01)
     assert left == [1]
-    word.on_leave(lambda: left.append(2))  # it has happened already, so the callback runs at once
+    link.on_leave(lambda: left.append(2))  # it has happened already, so the callback runs at once
     assert left == [1, 2]
 
 
@@ -96,6 +96,6 @@ def test_only_an_engine_of_several_may_be_replaced_for_a_stuck_step(monkeypatch)
     for overrides in (["parallel.dp=1"], ["parallel.dp=2"], ["parallel.dp=2", "server.stall_s=2"]):
         config = load_config("paper", overrides)
         (place,) = launch.places_of(config, "")
-        children.run_engine(word := Word(Pipe()[1]), config, place, "path")
-        found.append(word.most_late_s)
+        children.run_engine(link := SupervisorLink(Pipe()[1]), config, place, "path")
+        found.append(link.most_late_s)
     assert found == [float("inf"), 60.0, 12.0]

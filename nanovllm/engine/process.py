@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -100,15 +100,13 @@ def main(
     config: Config,
     place: Place,
     listener: Listener,
-    num_workers: int,
     ready: Callable[[], None],
-    supervisor: Supervised | None = None,
+    supervisor: Supervised,
 ) -> None:
-    """Serve until every API process has disconnected.
+    """Serve API processes, which connect and disconnect at any time.
 
-    Raise ConfigError if the recipe cannot be served. Without a `supervisor` exactly `num_workers`
-    API processes connect. With one they connect and disconnect at any time. The engine then ends
-    when none is left after the supervisor has called `leave`.
+    The engine ends when none is left after the supervisor has called `leave`. Raise ConfigError if
+    the recipe cannot be served.
     """
     gc.disable()  # objects built at startup are never garbage
     executor, recipe, vocab_size, layout = build(config, place)
@@ -122,37 +120,28 @@ def main(
     message = ready_message(recipe, config.served_name, vocab_size, place.lanes)
     tier_pages = int(scheduler.stats().tiers.get("host.pages", 0))
     message = msgspec.structs.replace(message, tier_pages=tier_pages)
-    numbers = count()
-    connections = []
-    if supervisor is None:
-        joined = [accepted(listener, message, next(numbers)) for _ in range(num_workers)]
-        connections = [one.connection for one in joined]
     engine = Engine(
         scheduler=scheduler,
         executor=executor,
         grammars=grammars,
-        connections=connections,
         depth=recipe.schedule.depth,
         pace=pace_of(recipe.schedule, recipe.device),
         max_queue=recipe.schedule.max_queue,
-        stays=supervisor is not None,
         tickets=tickets_of(executor, recipe),
         page_log=page_log,
     )
     engine.adapters.folders |= message.adapters
     if executor.lender is not None:
         executor.lender.call_when_ended(engine.lease_ended)
-    if supervisor is not None:
-        supervisor.watch_steps(engine.loop.progress.late_s)
-        supervisor.on_leave(engine.leave)
-        accepting = partial(
-            accept_all,
-            listener=listener,
-            ready=lambda: msgspec.structs.replace(message, adapters=dict(engine.adapters.folders)),
-            numbers=numbers,
-            join=engine.join,
-        )
-        threading.Thread(target=accepting, daemon=True).start()
+    supervisor.watch_steps(engine.loop.progress.late_s)
+    supervisor.on_leave(engine.leave)
+    accepting = partial(
+        accept_all,
+        listener=listener,
+        ready=lambda: msgspec.structs.replace(message, adapters=dict(engine.adapters.folders)),
+        join=engine.join,
+    )
+    threading.Thread(target=accepting, daemon=True).start()
     engine.run()
 
 
@@ -226,12 +215,10 @@ def accepted(listener: Listener, ready: Ready, worker: int) -> Joined:
 
 
 def accept_all(
-    listener: Listener,
-    ready: Callable[[], Ready],
-    numbers: Iterator[int],
-    join: Callable[[Joined], object],
+    listener: Listener, ready: Callable[[], Ready], join: Callable[[Joined], object]
 ) -> None:
     """Accept API processes forever, in a thread. A restarted one connects late."""
+    numbers = count()
     while True:
         try:
             join(accepted(listener, ready(), next(numbers) % MOST_WORKERS))
@@ -257,15 +244,12 @@ class Engine:
         scheduler: Planner,
         executor: Executor,
         grammars: Grammars,
-        connections: list[BlockingConnection],
         depth: int,
         pace: PaceKeeper | None,
         max_queue: int = 1 << 30,
-        stays: bool = False,
         tickets: Tickets | None = None,
         page_log: PageLog | None = None,
     ) -> None:
-        """`connections` are workers 0, 1, ...; with `stays` others may join until `leave`."""
         self.scheduler = scheduler
         self.executor = executor
         self.grammars = grammars
@@ -284,13 +268,11 @@ class Engine:
         self._compiling: set[int] = set()  # ids of requests waiting for their grammar
         self._inbox = queue.SimpleQueue[Mail]()
         self._outboxes: dict[int, queue.SimpleQueue[FromEngine | None]] = {}
-        self._stays = stays
+        self._stays = True  # until `leave`: further API processes may join
         self._tickets = tickets
         self._transfers = TransferCounts(executor.lender, executor.remote)
         self._page_log = page_log
         self._stats_due = 0.0
-        for worker, connection in enumerate(connections):
-            self._join(Joined(worker, connection))
         threading.Thread(target=self._beat, daemon=True).start()
 
     def run(self) -> None:

@@ -54,20 +54,21 @@ def run(
     worker: int,
     socks: Sequence[socket.socket],
     ready: Callable[[], None],
-    hear: Callable[[Callable[[int, float], object]], None] = lambda _: None,
+    on_engine_lost: Callable[[Callable[[int, float], object]], None] = lambda _: None,
     first_life: bool = True,
 ) -> None:
     """Serve until SIGTERM or SIGINT on listening sockets: that of the API, then that of metrics.
 
-    `ready` is called once requests are accepted. `hear` is called with a callback for the number of
-    a lost engine and the monotonic time of the loss; any thread may call it. `first_life` is
+    `ready` is called once requests are accepted. `on_engine_lost` registers a callback, which gets
+    the number of a lost engine and the monotonic time of the loss, from any thread. `first_life` is
     explained at `Engines.connect`. Raise ConfigError if the model's files are broken, and
     EngineLostError if an engine exits before all are ready.
     """
 
     async def serve() -> None:
         engines = await Engines.connect(engine_paths, config.recipe, first_life)
-        hear(partial(cast(Any, asyncio.get_running_loop()).call_soon_threadsafe, engines.end))
+        event_loop = cast(Any, asyncio.get_running_loop())
+        on_engine_lost(partial(event_loop.call_soon_threadsafe, engines.end))
         sys.setswitchinterval(SWITCH_S)
         served = served_model(config, engines, worker)
         counts = HttpCounts()

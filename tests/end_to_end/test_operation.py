@@ -286,20 +286,20 @@ def test_a_disk_that_fills_while_an_engine_starts_is_one_line() -> None:
     class Pipe:
         send = said.append
 
-    def target(word: children.Word, config: object) -> None:
+    def target(link: children.SupervisorLink, config: object) -> None:
         with open("/dev/full", "w") as file:
             file.write("x" * 100_000)
 
     with pytest.raises(SystemExit) as caught:
-        children.run_child(target, children.Word(Pipe()), None)  # type: ignore[arg-type]
+        children.run_child(target, children.SupervisorLink(Pipe()), None)  # type: ignore[arg-type]
     assert caught.value.code == 2
     (line,) = said
     assert line.startswith("cannot write ") and line.endswith(": No space left on device")
 
 
-def fails(word: children.Word, config: object, is_ready: bool) -> None:
+def fails(link: children.SupervisorLink, config: object, is_ready: bool) -> None:
     if is_ready:
-        word.ready()
+        link.ready()
     raise RuntimeError("can't allocate 7 GiB\nwhere it was tried")
 
 
@@ -335,17 +335,17 @@ def test_a_child_hears_of_lost_engines_and_leaves_with_its_supervisor(
 
     monkeypatch.setattr(launch.os, "_exit", leave)
     ours, theirs = multiprocessing.Pipe()
-    word, heard = children.Word(theirs), list[tuple[int, float]]()
-    word.hear(lambda *lost: heard.append(lost))
+    link, heard = children.SupervisorLink(theirs), list[tuple[int, float]]()
+    link.on_engine_lost(lambda *lost: heard.append(lost))
     begun = time.monotonic()
-    launch.tell([(None, ours)], 1)  # type: ignore[list-item]
-    launch.tell([(None, ours)], 0)  # type: ignore[list-item]
+    launch.report_lost_engine([(None, ours)], 1)  # type: ignore[list-item]
+    launch.report_lost_engine([(None, ours)], 0)  # type: ignore[list-item]
     ours.close()
     with pytest.raises(Left):
-        word.leave_with_supervisor()
+        link.leave_with_supervisor()
     assert [at for at, _ in heard] == [1, 0]
     assert begun <= heard[0][1] <= heard[1][1] <= time.monotonic()
-    launch.tell([(None, ours)], 2)  # type: ignore[list-item]
+    launch.report_lost_engine([(None, ours)], 2)  # type: ignore[list-item]
 
 
 def test_a_socket_s_path_has_a_limit(tmp_path: Path) -> None:

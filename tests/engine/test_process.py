@@ -16,7 +16,7 @@ import pytest
 from nanovllm.config import load_config
 from nanovllm.engine import paper, process
 from nanovllm.engine.paper import PaperExecutor
-from nanovllm.engine.process import Engine
+from nanovllm.engine.process import Engine, Joined
 from nanovllm.grammars.runtime.masks import Grammars
 from nanovllm.grammars.runtime.queue import GrammarQueue
 from nanovllm.kv.memory import KVMemory
@@ -70,11 +70,11 @@ class Running:
             scheduler,
             executor,
             self.grammars,
-            [self.connection],
             depth=1,
             pace=None,
             max_queue=max_queue,
         )
+        self.engine.join(Joined(0, self.connection))
         self.thread = threading.Thread(target=self.engine.run)
         self.thread.start()
         self.tokens: dict[int, list[int]] = {}
@@ -109,6 +109,7 @@ class Running:
         self.stats = message.stats or self.stats
 
     def stop(self) -> None:
+        self.engine.leave()
         self.say(None)
         self.thread.join(30)
         assert not self.thread.is_alive()
@@ -253,10 +254,15 @@ def test_the_compiler_of_grammars_is_made_before_the_engine_is_ready(
 
     monkeypatch.setattr(process, "build", lambda *_: (executor, recipe, *others))
     monkeypatch.setattr(GrammarQueue, "prepare", prepare)
-    connection = FakeConnection()
-    connection.inbox.put(None)
-    listener = SimpleNamespace(accept=lambda: connection)
-    process.main(config, Place(0, 1, 0, "", None), listener, 1, lambda: told.append("ready"))
+    listener = SimpleNamespace(accept=queue.SimpleQueue().get)  # no API process connects
+    supervisor = SimpleNamespace(watch_steps=lambda _: None, on_leave=lambda leave: leave())
+    process.main(
+        config,
+        Place(0, 1, 0, "", None),
+        listener,
+        ready=lambda: told.append("ready"),
+        supervisor=supervisor,
+    )
     gc.unfreeze()
     assert told == ["prepared", "ready"]
 
