@@ -45,9 +45,10 @@ def spawn(
 ) -> Child:
     """Start a child that runs `target(link, config, *args)`. Return it with its pipe.
 
-    `link` is its SupervisorLink. The child dies with this process. It starts with interrupts blocked. Thus a Ctrl-C, which a terminal sends to all
-    processes, does not end it before it ignores interrupts. This process gets one that arrives
-    meanwhile right after the start. `ps` shows the first 15 characters of `name`.
+    `link` is its SupervisorLink. The child dies with this process. It starts with interrupts
+    blocked. Thus a Ctrl-C, which a terminal sends to all processes, does not end it before it
+    ignores interrupts. This process gets one that arrives meanwhile right after the start. `ps`
+    shows the first 15 characters of `name`.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
