@@ -27,8 +27,8 @@ class Checkpoint:
     key: Key
     num_tokens: int
     keys: PageKeys
-    before: Checkpoint | None  # the parent: the longest checkpoint of a prefix
-    behind: set[Checkpoint]
+    parent: Checkpoint | None  # the longest checkpoint of a prefix
+    children: set[Checkpoint]
 
 
 class Checkpoints:
@@ -39,7 +39,7 @@ class Checkpoints:
         self.page_tokens = page_tokens
         self.sizes = {"places": count, "kept": 0}
         self.events = {"saved": 0, "restored": 0, "evicted": 0}  # since the start
-        self._of: dict[Key, Checkpoint] = {}
+        self._by_key: dict[Key, Checkpoint] = {}
         # By the key of the page that follows the parent.
         self._after: dict[Key, set[Checkpoint]] = {}
         self._by_id: list[Checkpoint | None] = [None] * count
@@ -52,12 +52,12 @@ class Checkpoints:
         self._now = 0  # clock: incremented by each use and each take()
 
     def get(self, key: Key) -> Checkpoint | None:
-        return self._of.get(key)
+        return self._by_key.get(key)
 
     def along(self, keys: PageKeys, most: int) -> Iterator[Checkpoint]:
         """Yield the checkpoints of the first `most` tokens of a text, the longest first."""
         for index in reversed(range(most // self.page_tokens)):
-            if (checkpoint := self._of.get(keys.full(index))) is not None:
+            if (checkpoint := self._by_key.get(keys.full(index))) is not None:
                 yield checkpoint
 
     def longest(self, keys: PageKeys, most: int) -> Checkpoint | None:
@@ -124,18 +124,18 @@ class Checkpoints:
     def put(self, place: int, keys: PageKeys, num_tokens: int) -> None:
         """Register the state in a taken place: that of a text's first `num_tokens` tokens."""
         key = keys.last(num_tokens)
-        if key in self._of:  # another request saved the same prefix first
+        if key in self._by_key:  # another request saved the same prefix first
             self._blank.append(place)
             return
-        before = self.longest(keys, num_tokens - 1)
+        parent = self.longest(keys, num_tokens - 1)
         new = Checkpoint(
-            id=place, key=key, num_tokens=num_tokens, keys=keys, before=before, behind=set()
+            id=place, key=key, num_tokens=num_tokens, keys=keys, parent=parent, children=set()
         )
-        for other in list(self.beyond(before, keys, num_tokens)):
+        for other in list(self.beyond(parent, keys, num_tokens)):
             self._unlink(other)
-            self._set_before(other, new)
-        self._set_before(new, before)
-        self._of[key] = self._by_id[place] = new
+            self._set_parent(other, new)
+        self._set_parent(new, parent)
+        self._by_key[key] = self._by_id[place] = new
         self.events["saved"] += 1
         self.sizes["kept"] += 1
         self._used_C[place] = self._now
@@ -148,10 +148,10 @@ class Checkpoints:
 
     def remove(self, checkpoint: Checkpoint) -> None:
         self._unlink(checkpoint)
-        for one in list(checkpoint.behind):
+        for one in list(checkpoint.children):
             self._unlink(one)
-            self._set_before(one, checkpoint.before)
-        del self._of[checkpoint.key]
+            self._set_parent(one, checkpoint.parent)
+        del self._by_key[checkpoint.key]
         self.sizes["kept"] -= 1
         self._by_id[checkpoint.id] = None
         self._costs_C[checkpoint.id] = np.inf
@@ -160,22 +160,22 @@ class Checkpoints:
         else:
             self._blank.append(checkpoint.id)
 
-    def _set_before(self, checkpoint: Checkpoint, before: Checkpoint | None) -> None:
-        checkpoint.before, first = before, 0
-        if before is not None:
-            before.behind.add(checkpoint)
-            first = before.num_tokens
-        self._after.setdefault(self._page_after(before, checkpoint.keys), set()).add(checkpoint)
+    def _set_parent(self, checkpoint: Checkpoint, parent: Checkpoint | None) -> None:
+        checkpoint.parent, first = parent, 0
+        if parent is not None:
+            parent.children.add(checkpoint)
+            first = parent.num_tokens
+        self._after.setdefault(self._page_after(parent, checkpoint.keys), set()).add(checkpoint)
         self._costs_C[checkpoint.id] = checkpoint.num_tokens - first
 
     def _unlink(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.before is not None:
-            checkpoint.before.behind.remove(checkpoint)
-        page = self._page_after(checkpoint.before, checkpoint.keys)
+        if checkpoint.parent is not None:
+            checkpoint.parent.children.remove(checkpoint)
+        page = self._page_after(checkpoint.parent, checkpoint.keys)
         self._after[page].remove(checkpoint)
         if not self._after[page]:
             del self._after[page]
 
-    def _page_after(self, before: Checkpoint | None, keys: PageKeys) -> Key:
-        """Return the key of the page that follows a checkpoint in a text. Few texts share it."""
-        return keys.full(before.num_tokens // self.page_tokens if before is not None else 0)
+    def _page_after(self, parent: Checkpoint | None, keys: PageKeys) -> Key:
+        """Return the key of the page that follows `parent` in a text. Few texts share it."""
+        return keys.full(parent.num_tokens // self.page_tokens if parent is not None else 0)

@@ -32,8 +32,8 @@ class BlockStored(Struct, tag=True):
     lora_id: int | None
     medium: str
     lora_name: str | None
-    # For each page, what tells it from another with the same tokens: the adapter's name, and with
-    # the first page the salt.
+    # For each page, what distinguishes it from another with the same tokens: the adapter's name,
+    # and with the first page the salt.
     extra_keys: list[list[str] | None]
     kv_cache_spec_kind: str  # "full_attention" or "mla_attention"
 

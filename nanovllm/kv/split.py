@@ -180,10 +180,8 @@ class Split(NamedTuple):
             numbers |= {"checkpoints": self.checkpoints, "a state, MiB": state / 2**20}
             numbers["all checkpoints in the host's memory, GiB"] = ranks * self.host_bytes / 2**30
             for length in lengths:
-                state_overhead = state - (-length // size) * size * layout.bytes_per_token
+                needed = state + -(-length // size) * size * layout.bytes_per_token
                 least = state + length * layout.bytes_per_token
-                numbers[f"a request of {length:,}, MiB"] = state_overhead / 2**20
-                numbers[f"a request of {length:,}, % above the least"] = 100 * (
-                    state_overhead / least - 1
-                )
+                numbers[f"a request of {length:,}, MiB"] = needed / 2**20
+                numbers[f"a request of {length:,}, % above the least"] = 100 * (needed / least - 1)
         return numbers

@@ -85,7 +85,7 @@ def test_a_state_that_comes_between_two_is_before_the_later() -> None:
     states, keys, other = Checkpoints(5, PAGE), keys_of([1] * 100), keys_of([1] * 30 + [2] * 70)
     for text, num_tokens in ((keys, 8), (keys, 80), (other, 60), (keys, 24), (keys, 40)):
         keep(states, text, num_tokens)
-    costs = {one.num_tokens: states._costs_C[one.id] for one in states._of.values()}
+    costs = {one.num_tokens: states._costs_C[one.id] for one in states._by_key.values()}
     assert costs == {8: 8, 24: 16, 40: 16, 80: 40, 60: 36}
 
 
@@ -205,7 +205,7 @@ def test_all_answers_are_those_of_looking_at_all_states(actions, count) -> None:
                 naive.put(place, (salt, tuple(tokens[:most])))
         check_states(states)
         assert states._blank == naive.blank
-        assert {one.id: one.num_tokens for one in states._of.values()} == {
+        assert {one.id: one.num_tokens for one in states._by_key.values()} == {
             at: len(tokens) for at, (_, tokens) in naive.kept.items()
         }
         assert all(states._costs_C[at] == naive.cost(at) for at in naive.kept)

@@ -27,11 +27,6 @@ class DiskLimits(Struct, frozen=True, kw_only=True):
         """Size of the largest file of a page."""
         return file_bytes(self.payload_bytes)
 
-    @property
-    def staging_bytes(self) -> int:
-        """Memory of the I/O threads."""
-        return (self.read_threads + self.write_threads) * self.file_bytes
-
     def check(self) -> None:
         """Raise ConfigError if the cap is below one page."""
         if self.cap_bytes < self.file_bytes:
