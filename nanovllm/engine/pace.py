@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections import deque
 
 from nanovllm.config import Schedule
-from nanovllm.sched.prices import middle, size_class
+from nanovllm.kv.costs import median
+from nanovllm.sched.prices import size_class
 
 TARGET = 2.5  # duration of a mixed step in quiet steps; with all noise it stays below four
 SHARE = 0.25  # least fraction of the speed of a prompt's tokens alone
@@ -57,7 +58,7 @@ class MixedCosts:
                 if max(num, other) >= DIFFERENT * min(num, other):
                     slopes.append((other_s - num_s) / (other - num))
         if len(slopes) >= LEAST_PAIRS:
-            self.token_s, self._seen_at = middle(slopes), min(num for num, _ in steps)
+            self.token_s, self._seen_at = median(slopes), min(num for num, _ in steps)
 
     @property
     def most_tokens(self) -> int:
@@ -85,7 +86,7 @@ class MixedCosts:
         latest = list(self._steps)[-LATEST:]
         average_s = sum(more_s for _, more_s in latest) / sum(num for num, _ in latest)
         token_s = max(self.token_s, SHARE / 2 * average_s)
-        fixed_s = middle(deque(more_s - token_s * num for num, more_s in latest))
+        fixed_s = median(more_s - token_s * num for num, more_s in latest)
         return SHARE / (1 - SHARE) * (quiet_s + max(0.0, fixed_s)) / token_s
 
 
@@ -121,7 +122,7 @@ class PaceKeeper:
         quiet_s = self._quiet_step_s(kind)
         if not quiet_s or not self._token_s:
             return self.start
-        fitting = (TARGET - 1) * quiet_s / middle(self._token_s)
+        fitting = (TARGET - 1) * quiet_s / median(self._token_s)
         fitting = max(fitting, self._least_tokens(fitting))
         return min(max(1, int(fitting / self.unit)) * self.unit, self.step_tokens)
 
@@ -168,7 +169,7 @@ class PaceKeeper:
         if not self._quiet_s:
             return 0.0
         nearest = min(self._quiet_s, key=lambda known: (abs(known - kind), known))
-        return middle(self._quiet_s[nearest])
+        return median(self._quiet_s[nearest])
 
 
 def pace_of(schedule: Schedule, device: str) -> PaceKeeper | None:

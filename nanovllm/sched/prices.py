@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from nanovllm.kv.costs import median
+
 WINDOW = 9  # latest steps of a kind whose median is used
 LEAST = 3  # steps of a kind before its median is used
 MEASURE_EVERY = 256  # steps between two measured steps without drafts
@@ -64,7 +66,7 @@ class DraftPrices:
         """
         rows, drafts = row_class(num_rows), size_class(num_drafts)
         known = {
-            kind[1]: middle(periods)
+            kind[1]: median(periods)
             for kind, periods in self._periods_s.items()
             if kind[0] == rows and len(periods) >= LEAST
         }
@@ -82,8 +84,3 @@ def row_class(num_rows: int) -> int:
 def size_class(count: int) -> int:
     """Return the size class: 0 for 0, else numbers within a factor of two share one."""
     return count.bit_length()
-
-
-def middle(values: deque[float]) -> float:
-    """Return the median; of an even number of values, the upper one."""
-    return sorted(values)[len(values) // 2]

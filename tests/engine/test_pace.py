@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,9 +21,9 @@ from nanovllm.engine.pace import (
     UNITS,
     MixedCosts,
     PaceKeeper,
-    middle,
     pace_of,
 )
+from nanovllm.kv.costs import median
 from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import StepPlan, StepResult
 from nanovllm.sched.policy import prompt_budget
@@ -330,7 +330,7 @@ def test_the_cost_of_one_token_more_is_told_from_steps_of_different_sizes() -> N
     assert costs.token_s == pytest.approx(0.01) and costs.most_tokens == 16
     # (0.9 + 0.1) / 0.01 / 3, but half of SHARE of the average (12 tokens, 1.02 s) costs more.
     average_s = 1.02 / 12
-    fixed_s = 0.1 + middle(deque(0.9 + (0.01 - average_s / 8) * num for num in (16, 8, 16, 8)))
+    fixed_s = 0.1 + median(0.9 + (0.01 - average_s / 8) * num for num in (16, 8, 16, 8))
     assert costs.lower_bound(0.1) == pytest.approx(fixed_s / (average_s / 8) / 3)
     before = costs.token_s
     costs.add(16, 30.0)
