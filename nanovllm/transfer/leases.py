@@ -147,11 +147,6 @@ class Leases:
             self.counts["expired"] += len(expired)
             return expired
 
-    def next_scan(self) -> float | None:
-        """Return the monotonic time of the next `scan`; None without leases."""
-        with self._lock:
-            return min((lease.expires for lease in self._leases.values()), default=None)
-
     def _removed(self, generation: int) -> Lease:
         lease = self._leases.pop(generation)
         for page in lease.pages:

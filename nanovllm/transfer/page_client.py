@@ -74,7 +74,9 @@ class ReaderLimits(Struct, frozen=True, kw_only=True):
 
 
 class PageClient:
-    """Connections to all peers. Methods may be called from any thread, and wait for nothing.
+    """Connections to all peers. Any thread may call the methods, none of which waits for a peer.
+
+    `cancel` waits for the end of a copy on the device, and `wait` for a result.
 
     `counts` has the numbers of fetches by result. The caller empties `reads` now and then.
     """

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -69,9 +69,8 @@ class PageSource(NamedTuple):
 class PageServer:
     """Listening socket with a thread per connection. A peer's fault ends its connection only.
 
-    `allowed` are the IP addresses that may connect; empty for all. `counts` has the numbers of
-    pages sent by socket, of bytes sent or copied from this device, and of refused connections by
-    kind. Parts of states count as pages.
+    `counts` has the numbers of pages sent by socket, of bytes sent or copied from this device, and
+    of refused connections by kind. Parts of states count as pages.
     """
 
     def __init__(
@@ -82,7 +81,6 @@ class PageServer:
         *,
         leases: Leases,
         source: PageSource,
-        allowed: Collection[str] = (),
         silence_s: float = 5.0,
     ) -> None:
         self.counts: Counter[str] = Counter()
@@ -90,7 +88,6 @@ class PageServer:
         self._card = card
         self._leases = leases
         self._source = source
-        self._allowed = frozenset(allowed)
         self._silence_s = silence_s
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
@@ -141,8 +138,6 @@ class PageServer:
     def _serve(self, sock: socket.socket, host: str) -> None:
         try:
             with sock:
-                if self._allowed and host not in self._allowed:
-                    raise PeerError("address", "its address is not one of transfer.peers")
                 connection = SealedConnection.accept(sock, self._secret)
                 self._answer_all(connection)
         except PeerError as error:

@@ -208,7 +208,7 @@ class RemotePages:
             offer = min(offers, key=lambda o: (o.is_read, -num_wanted[o], len(o.keys)))
             page = -1 if arrivals is None else arrivals.pages.get(key, -1)
             by_offer.setdefault(offer, []).append((offers[offer], buffer, page))
-        keys_by_ticket: dict[int, list[Key]] = {}
+        keys_by_number: dict[int, list[Key]] = {}
         for offer, wanted in by_offer.items():
             offer.is_read = True
             ordered = sorted(wanted, key=lambda one: one[0])
@@ -217,8 +217,8 @@ class RemotePages:
                 offer.ticket, buffers, places, arrivals=arrivals, targets=targets
             )
             self._fetches[number] = offer
-            keys_by_ticket[number] = [offer.keys[place] for place in places]
-        return keys_by_ticket
+            keys_by_number[number] = [offer.keys[place] for place in places]
+        return keys_by_number
 
     def write(self, key: Key, buffer: memoryview) -> int | None:
         """Return None: pages are read only."""

@@ -47,8 +47,8 @@ class PeerError(Exception):
 class SealedConnection:
     """One end of an authenticated connection. One thread at a time may use it.
 
-    `max_frame` limits the bodies that are received. A peer that is silent for `silence_s` while it
-    is read from, or that accepts no bytes for as long, is an error (TimeoutError).
+    `wait_at_most` limits the silence of the peer. A peer that sends no bytes for that long while it
+    is read from, or accepts none while it is sent to, raises TimeoutError.
     """
 
     def __init__(self, sock: socket.socket, session: bytes, *, is_server: bool) -> None:

@@ -35,7 +35,7 @@ def test_done_and_not_wanted_return_the_pages_once(clock: Clock) -> None:
     assert ended is not None and ended.pages == (3,)
     assert leases.finish(99, "done") is None  # foreign
     assert leases.counts == {"granted": 2, "done": 1, "not wanted": 1, "late": 2}
-    assert leases.next_scan() is None and leases.scan() == []
+    assert leases.scan() == [] and len(leases) == 0
 
 
 def test_a_lease_of_shares_ends_once_all_are_done_or_one_is_not_wanted(clock: Clock) -> None:
@@ -63,13 +63,15 @@ def test_an_idle_engine_frees_expired_pages(clock: Clock) -> None:
     leases.grant("a", [1])
     clock.now += 10
     leases.grant("b", [2])
-    assert leases.next_scan() == 1000 + LEASE_S and leases.scan() == []
-    clock.now = 1000 + LEASE_S
+    clock.now = 1000 + LEASE_S - 1
+    assert leases.scan() == []
+    clock.now += 1
     assert [lease.pages for lease in leases.scan()] == [(1,)]
-    assert leases.next_scan() == 1010 + LEASE_S
-    clock.now += 1000
+    clock.now += 9
+    assert leases.scan() == []
+    clock.now += 1
     assert [lease.pages for lease in leases.scan()] == [(2,)]
-    assert leases.counts["expired"] == 2 and leases.next_scan() is None
+    assert leases.counts["expired"] == 2 and len(leases) == 0
 
 
 def test_an_extended_lease_does_not_hide_expired_ones(clock: Clock) -> None:
