@@ -27,7 +27,7 @@ log = logging.getLogger("engine")
 class DraftHead(Layer):
     """A head with layers of its own, which uses the embedding and the output head of its target.
 
-    Implements spec.base.DraftModel. Each instance has WEIGHTS, since names depend on the file.
+    Implements spec.model_base.DraftModel. Each instance has WEIGHTS, since names depend on files.
     """
 
     WEIGHTS: Sequence[Rule]

@@ -1,6 +1,6 @@
 """Interface of draft-token proposers, and the choice of one by a recipe.
 
-Shape letters in addition to those of attention.base: N slots + 1, the last one for padding; D
+Shape letters in addition to those of nanovllm/shapes.md: N slots + 1, the last one for padding; D
 drafts of a row; X = 1 + D columns.
 """
 

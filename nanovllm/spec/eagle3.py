@@ -23,8 +23,6 @@ class Eagle3Loader:
     drafts are merely accepted less often.
     """
 
-    max_tokens: int | None = None
-
     def __init__(
         self, config: Config, target: DecoderConfig, mesh: Mesh, element_bytes: int
     ) -> None:

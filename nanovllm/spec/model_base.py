@@ -13,7 +13,7 @@ Laws. The drafts change no text: a draft is accepted if it equals the token that
 Every pass is a fixed sequence of device work with shapes from the host, so that a CUDA graph can
 capture it. All ranks run the same passes and draw together, so they have equal drafts.
 
-Shape letters in addition to those of attention.base: X is the width of a pass's second input.
+Shape letters in addition to those of nanovllm/shapes.md: X is the width of a pass's second input.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Let q be the tokens of a request that were computed before the step, and c the tokens that its row
 fed. Its latest token after the step is t[L]. Drafts 1 to D follow at L + 1 to L + D.
 
-    1. first pass   feeds t[q + lag] ... t[q + c]; the state at t[L] guesses draft 1
-    2. pass i       feeds draft i at L + i; its state guesses draft i + 1
+    1. first pass   feeds t[q + lag] ... t[q + c]; the state at t[L] predicts draft 1
+    2. pass i       feeds draft i at L + i; its state predicts draft i + 1
 
 The host does not need L: it is between q + 1 and q + c, and tokens after it are computed in vain.
 Their keys and values are overwritten before anything reads them. The page table of a slot ends with

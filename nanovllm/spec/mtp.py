@@ -26,8 +26,6 @@ from nanovllm.spec.model_base import DraftModel
 class MtpLoader:
     """Loader of the target's MTP layer. Implements spec.model_base.DraftLoader."""
 
-    max_tokens: int | None = None  # the target's own limit
-
     def __init__(
         self, config: Config, target: DecoderConfig, mesh: Mesh, element_bytes: int
     ) -> None:
