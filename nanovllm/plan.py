@@ -55,7 +55,7 @@ AdapterDone: TypeAlias = "Callable[[AdapterContent | str], object]"  # with an a
 
 
 class AdapterLoad(Struct, frozen=True, array_like=True):
-    """An adapter to copy to the device, into these pages of ranks. It replaces their content."""
+    """An adapter to copy to the device, into these pages of LoRA ranks. Replaces their content."""
 
     number: int  # of the adapter's load
     slot: int

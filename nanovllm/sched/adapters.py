@@ -1,4 +1,6 @@
-"""Adapters by name, and those on the device: slots and pages of ranks, least recently used first.
+"""Adapters by name, and those on the device: slots and pages, least recently used first.
+
+A page of adapter memory holds RANK_PAGE LoRA ranks of one adapter (adapters/section.py).
 
 Theory of operation:
 

@@ -117,9 +117,9 @@ class Decoding:
             self._has_left = True
             flights = self._flights.values()
             request.num_in_flight = sum(int(request.id in f.rows.ids) for f in flights)
-        vouched = num_known - 1 if num_known > request.prefill_until else request.num_cached
-        request.written = range(vouched, max(planned, reach))
-        request.drafted = range(vouched, reach)
+        verified = num_known - 1 if num_known > request.prefill_until else request.num_cached
+        request.written = range(verified, max(planned, reach))
+        request.drafted = range(verified, reach)
         self.owner[request.slot] = -1
 
     # -- latest tokens ----------------------------------------------------------------------
@@ -175,10 +175,10 @@ class Decoding:
         `firsts` are the requests whose prompt ends in this step. They decode from now on.
         """
         same, self._issued = decodes is self._issued, decodes
-        rows, present = decodes, self.rows
+        rows, decoding = decodes, self.rows
         if firsts:
             rows = rows_of(decodes.requests + firsts)
-            self._rows = rows if decodes is present else rows_of(present.requests + firsts)
+            self._rows = rows if decodes is decoding else rows_of(decoding.requests + firsts)
             if drafts_R is not None:
                 drafts_R = np.append(drafts_R, np.zeros(len(firsts), np.int32))
         for request in firsts:
@@ -200,8 +200,8 @@ class Decoding:
         """Return a mask of the requests that are still in their slots, or None if all are."""
         if rows is self._rows and not self._has_left:
             return None
-        here: npt.NDArray[np.bool_] = self.owner[rows.slots] == rows.ids
-        return here
+        is_present: npt.NDArray[np.bool_] = self.owner[rows.slots] == rows.ids
+        return is_present
 
     def check(self, running: Sequence[Request]) -> None:
         decoding = {r.id for r in self.rows.requests}

@@ -1,4 +1,4 @@
-"""All requests: admission, prompt chunks, preemption, departure. scheduler.py draws their states.
+"""All requests: admission, prompt chunks, preemption, departure. Their states: scheduler.py.
 
 Decision: the pages of a request that leaves are free at once, unless a step in flight still writes
 to them. Then they are kept until its result has been checked. Only preemption, which needs pages
@@ -82,7 +82,7 @@ class Queue:
         self._arrived = ByUrgency()  # those of `arriving` whose transfer has ended
         self.events = StepOutput()  # refusals, starts and finishes after the last output
         self.num_deferred = 0  # requests that wait for a prefix that the latest plan computes
-        self.num_adapterless = 0  # requests that wait for room for their adapter
+        self.num_without_room = 0  # requests that wait for room for their adapter
         self.num_preemptions = self.prompt_tokens = self.cached_tokens = self.loaded_tokens = 0
         self._arrivals = 0
         self._free_slots = list(range(num_slots))[::-1]
@@ -159,11 +159,11 @@ class Queue:
         steps at most. The fourth lacks room for its adapter. After the same number of steps, only
         requests without an adapter can overtake it.
         """
-        no_pages: list[Request] = []
-        no_room: set[int] = set()  # adapters; room does not grow while requests are admitted
-        self.num_adapterless = num_overtaken = at = kept_pages = 0
+        passed_over: list[Request] = []  # for want of pages or of room for their adapter
+        without_room: set[int] = set()  # adapters; room does not grow while requests are admitted
+        self.num_without_room = num_overtaken = at = kept_pages = 0
         is_adapter_due = False
-        while plan.budget > 0 and at < min(len(self.waiting), LOOKED_AT + self.num_adapterless):
+        while plan.budget > 0 and at < min(len(self.waiting), LOOKED_AT + self.num_without_room):
             if len(self._free_slots) <= self.num_deferred:
                 break
             request = self.waiting[at]
@@ -173,28 +173,28 @@ class Queue:
                 at += 1
             elif request.adapter != BASE and (
                 is_adapter_due
-                or request.adapter in no_room
+                or request.adapter in without_room
                 or not self.adapters.has_room_for(request.adapter)
             ):
-                no_room.add(request.adapter)
+                without_room.add(request.adapter)
                 is_adapter_due |= request.num_overtaken >= self.overtake_steps
-                self.num_adapterless += 1
-                no_pages.append(request)
+                self.num_without_room += 1
+                passed_over.append(request)
                 at += 1
             elif (num_pages := self._defer(request, plan)) is not None:
                 self.num_deferred += 1
                 kept_pages += num_pages
                 at += 1
             elif self._admit(request, plan, kept_pages):
-                num_overtaken = len(no_pages)
+                num_overtaken = len(passed_over)
                 if request.state is State.PREFILLING:
                     self._feed(request, plan)
             elif request.num_overtaken < self.overtake_steps:
-                no_pages.append(request)
+                passed_over.append(request)
                 at += 1
             else:
                 break  # pages that become free are kept for this request
-        for request in no_pages[:num_overtaken]:
+        for request in passed_over[:num_overtaken]:
             request.num_overtaken += 1
 
     def _awaits(self, request: Request) -> bool:
@@ -389,31 +389,31 @@ class Queue:
         request.slot = -1
         request.state = state
 
-    def handle_late_result(self, request: Request, line: list[int]) -> int:
+    def handle_late_result(self, request: Request, tokens: list[int]) -> int:
         """Take a result for a request without a slot. Return how many of its tokens are kept."""
         request.num_in_flight -= 1
         if request.state is State.WAITING:
-            return self._append_late(request, line)
+            return self._append_late(request, tokens)
         if self.memory.holds(request.id):
-            if line[0] == CORRUPTED:
+            if tokens[0] == CORRUPTED:
                 self.memory.invalidate(request.id, request.written.start)
             if not request.num_in_flight:
                 self.memory.mark_unverified(request.id, request.drafted)
                 self.memory.release(request.id)
         return 0
 
-    def _append_late(self, request: Request, line: list[int]) -> int:
-        if line[0] == CORRUPTED:
+    def _append_late(self, request: Request, tokens: list[int]) -> int:
+        if tokens[0] == CORRUPTED:
             self.memory.invalidate_by_keys(request.keys)
             self.retire(request, FinishReason.ERROR)
             return 0
-        for kept, token in enumerate(line):
+        for kept, token in enumerate(tokens):
             if token < 0:
                 return kept
             request.tokens.append(token)
             if self.end(request):
                 return kept + 1
-        return len(line)
+        return len(tokens)
 
     def commit_and_check_stop(self, request: Request) -> bool:
         """Register the request's full pages and return True if it ended.

@@ -11,7 +11,7 @@ from nanovllm.wire import Generate
 
 
 class State(Enum):
-    """Progress of a request. scheduler.py draws the transitions and explains the states."""
+    """Progress of a request. The diagram in scheduler.py has the transitions."""
 
     WAITING = auto()
     ARRIVING = auto()
@@ -39,7 +39,8 @@ class Request:
     num_in_flight: int = 0  # without a slot: results still to arrive
     written: range = range(0)  # without a slot: positions whose result was not checked
     drafted: range = range(0)  # without a slot: positions where drafts may have been written
-    num_overtaken: int = 0  # steps that admitted later requests, because pages were missing
+    # Steps that admitted later requests while it lacked pages, or room for its adapter.
+    num_overtaken: int = 0
     was_started: bool = False
     num_loaded: int = 0  # cached tokens that came from tiers below the device, at admission
     may_load: bool = True  # False after a failed transfer, until it is preempted

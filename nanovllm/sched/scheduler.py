@@ -218,13 +218,13 @@ class Scheduler:
     def stats(self) -> Stats:
         queue = self.queue
         deferred = min(queue.num_deferred, len(queue.waiting))
-        num_adapterless = min(queue.num_adapterless, len(queue.waiting) - deferred)
+        num_without_room = min(queue.num_without_room, len(queue.waiting) - deferred)
         reasons = {
-            "capacity": len(queue.waiting) - deferred - num_adapterless,
+            "capacity": len(queue.waiting) - deferred - num_without_room,
             "shared_prompt": deferred,
         }
         if queue.adapters.by_name:
-            reasons["adapter"] = num_adapterless
+            reasons["adapter"] = num_without_room
         return Stats(
             num_running=queue.num_running,
             num_waiting=self.num_waiting,
@@ -387,15 +387,16 @@ class Scheduler:
 
     def complete(self, result: StepResult) -> StepOutput:
         """Append a step's tokens, finish requests, register pages. Steps complete in order."""
-        flight, lines = self._decoding.pop_flight(result.step), result.tokens
+        flight, tokens = self._decoding.pop_flight(result.step), result.tokens
         rows = flight.rows
-        if len(lines) != len(rows.requests):
-            raise ValueError(f"{len(lines)} lines for a step of {len(rows.requests)} rows")
+        if len(tokens) != len(rows.requests):
+            count = len(rows.requests)
+            raise ValueError(f"{len(tokens)} rows of tokens for a step of {count} rows")
         kept_R = self._append(flight, result)
         logprobs = [
             TokenLogprobs(
                 request_id=int(rows.ids[p.row]),
-                token_id=int(lines[p.row, p.nth]),
+                token_id=int(tokens[p.row, p.nth]),
                 logprob=p.logprob,
                 top_ids=p.top_ids,
                 top_logprobs=p.top_logprobs,
@@ -404,56 +405,58 @@ class Scheduler:
             if p.nth < kept_R[p.row]
         ]
         ids, counts = rows.ids, b""
-        if lines.shape[1] > 1 or not kept_R.all():
-            lines = lines[np.arange(lines.shape[1]) < kept_R[:, None]]
+        if tokens.shape[1] > 1 or not kept_R.all():
+            tokens = tokens[np.arange(tokens.shape[1]) < kept_R[:, None]]
             ids, counts = ids[kept_R > 0], kept_R[kept_R > 0].tobytes()
-        self._generated += lines.size
+        self._generated += tokens.size
         events = self.output()
         return replace(
-            events, ids=ids.tobytes(), tokens=lines.tobytes(), counts=counts, logprobs=logprobs
+            events, ids=ids.tobytes(), tokens=tokens.tobytes(), counts=counts, logprobs=logprobs
         )
 
     def _append(self, flight: Flight, result: StepResult) -> Int32:
         """Return how many of its tokens each row keeps: 0 if its request finished before."""
-        rows, lines_RT = flight.rows, result.tokens
-        kept_R = np.zeros(len(lines_RT), np.int32)
-        here = self._rows_in_slots(flight, lines_RT, kept_R)
+        rows, tokens_RT = flight.rows, result.tokens
+        kept_R = np.zeros(len(tokens_RT), np.int32)
+        present = self._rows_in_slots(flight, tokens_RT, kept_R)
         if flight.drafts is not None:  # rejected drafts were planned and are not computed
-            slots_R, drafts_R = rows.slots[here], flight.drafts[here]
-            right_R = (lines_RT[here, 1:] >= 0).sum(1, dtype=np.int32)
+            slots_R, drafts_R = rows.slots[present], flight.drafts[present]
+            right_R = (tokens_RT[present, 1:] >= 0).sum(1, dtype=np.int32)
             self._decoding.planned[slots_R] -= drafts_R - right_R
             self._drafting.compared(slots_R, drafts_R, right_R)
         if result.drafts is not None:
-            self._drafting.report(rows.slots[here], result.drafts[here])
-        for nth, tokens_R in enumerate(lines_RT.T):
+            self._drafting.report(rows.slots[present], result.drafts[present])
+        for nth, tokens_R in enumerate(tokens_RT.T):
             if nth:
-                here = here[tokens_R[here] >= 0]  # else this draft and all later ones were rejected
-            if not len(here):
+                # Otherwise this draft and all later ones were rejected.
+                present = present[tokens_R[present] >= 0]
+            if not len(present):
                 break
-            at = here if len(here) < len(kept_R) else slice(None)  # a slice makes views, not copies
+            # A slice makes views instead of copies.
+            at = present if len(present) < len(kept_R) else slice(None)
             kept_R[at] += 1
             due = self._decoding.append(rows.slots[at], tokens_R[at])
             if ended := [
-                i for i in due if self.queue.commit_and_check_stop(rows.requests[here[i]])
+                i for i in due if self.queue.commit_and_check_stop(rows.requests[present[i]])
             ]:
-                here = np.delete(here, ended)
+                present = np.delete(present, ended)
         return kept_R
 
     def _rows_in_slots(
-        self, flight: Flight, lines_RT: Int32, kept_R: Int32
+        self, flight: Flight, tokens_RT: Int32, kept_R: Int32
     ) -> npt.NDArray[np.int64]:
         """Return the rows of requests in slots. Handle the results of all other rows."""
-        requests, here = flight.rows.requests, np.arange(len(lines_RT))
-        if (is_here := self._decoding.present(flight.rows)) is not None:
-            for row in np.flatnonzero(~is_here).tolist():
-                kept_R[row] = self.queue.handle_late_result(requests[row], lines_RT[row].tolist())
-            here = here[is_here]
-        corrupted = lines_RT[:, 0] == CORRUPTED
+        requests, present = flight.rows.requests, np.arange(len(tokens_RT))
+        if (is_present := self._decoding.present(flight.rows)) is not None:
+            for row in np.flatnonzero(~is_present).tolist():
+                kept_R[row] = self.queue.handle_late_result(requests[row], tokens_RT[row].tolist())
+            present = present[is_present]
+        corrupted = tokens_RT[:, 0] == CORRUPTED
         if np.count_nonzero(corrupted):
-            for row in here[corrupted[here]].tolist():
+            for row in present[corrupted[present]].tolist():
                 self.queue.retire(requests[row], FinishReason.ERROR)
-            here = here[~corrupted[here]]
-        return here
+            present = present[~corrupted[present]]
+        return present
 
     def check(self) -> None:
         """Assert the invariants that hold between calls. Tests call this after every step."""

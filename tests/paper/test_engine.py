@@ -409,5 +409,5 @@ def test_results_of_the_wrong_shape_are_an_error() -> None:
     engine.say(generate(0, [1, 2], 3))
     plan = engine.scheduler.plan()
     assert plan is not None
-    with pytest.raises(ValueError, match="2 lines for a step of 1 rows"):
+    with pytest.raises(ValueError, match="2 rows of tokens for a step of 1 rows"):
         engine.scheduler.complete(StepResult(plan.step, np.zeros((2, 1), np.int32)))
