@@ -107,7 +107,7 @@ class EngineLoop:
         self.measures = True  # step times go to the scheduler; False: it plans without a clock
         self.clock = StepClock()  # host time per part of a step
         self.progress = StepProgress()
-        self.recent = Recent(scheduler, executor, now)
+        self.recent = Recent(scheduler, now)
         self.bubble_s = 0.0  # total time that the device waited for the host despite work
         self._in_flight: deque[InFlight] = deque()
         self._has_run = False  # whether the latest step planned, completed or moved anything
@@ -181,7 +181,7 @@ class EngineLoop:
             num_decoded, num_prompt = plan.num_decoded, plan.num_prompt
             self.progress.begin(num_decoded + num_prompt)
             handle = self.executor.launch(plan)
-            self.recent.planned(plan)
+            self.recent.planned(plan, handle.mode)
             self.clock.lap("launch")
             host_s = self.clock.spent_s - spent_s
             if plan.masked:

@@ -55,6 +55,7 @@ class PaperHandle:
     ends_at: float
     gap_s: float = 0.0
     busy_s: float = 0.0
+    mode: str = ""
 
     def sample(self, masks: Masks) -> None:
         """Replace each token that its mask does not allow by the first allowed one."""
@@ -120,13 +121,15 @@ class PaperExecutor:
         self._num_said[slots] += 1
         gap_s = max(0.0, time.monotonic() - self._ends_at)
         self._ends_at += gap_s + self._step_s
-        self.steps_by_mode[mode_key("PAPER", plan)] += 1
+        mode = mode_key("PAPER", plan)
+        self.steps_by_mode[mode] += 1
         return PaperHandle(
             result=StepResult(plan.step, tokens.reshape(-1, 1)),
             masked=plan.masked,
             ends_at=self._ends_at,
             gap_s=gap_s,
             busy_s=self._step_s,
+            mode=mode,
         )
 
 

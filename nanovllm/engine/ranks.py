@@ -175,14 +175,14 @@ class RankedExecutor:
     def launch(self, plan: StepPlan | LanesPlan) -> StepHandle:
         lanes = plan.lanes if isinstance(plan, LanesPlan) else (plan, plan)
         self.place.send(encode(PlanMessage(lanes[1:])))
-        known = self.own.steps_by_mode.copy()
         handle = self.own.launch(lanes[0])
         if self.place.lanes == 1:
             self.padded_tokens = self.own.padded_tokens
             return RankedHandle(handle, self.place) if plan.masked else handle
-        (mode,) = self.own.steps_by_mode - known  # the same in all lanes
-        self.steps_by_mode[mode_key(mode.partition("/")[0], plan)] += 1
-        return LanesHandle(handle, self, lanes)
+        graph = handle.mode.partition("/")[0]  # the same in all lanes
+        mode = mode_key(graph, plan)
+        self.steps_by_mode[mode] += 1
+        return LanesHandle(handle, self, lanes, mode)
 
 
 def sum_of(loads: Sequence[ExpertLoad]) -> ExpertLoad:
@@ -196,6 +196,7 @@ class RankedHandle:
 
     def __init__(self, own: StepHandle, place: Place) -> None:
         self.own, self.place = own, place
+        self.mode = own.mode
         self.gap_s = self.busy_s = 0.0
 
     def sample(self, masks: Masks) -> None:
@@ -211,9 +212,11 @@ class RankedHandle:
 class LanesHandle(RankedHandle):
     """A step of all lanes, whose results come from each rank."""
 
-    def __init__(self, own: StepHandle, ranks: RankedExecutor, plans: Sequence[StepPlan]) -> None:
+    def __init__(
+        self, own: StepHandle, ranks: RankedExecutor, plans: Sequence[StepPlan], mode: str
+    ) -> None:
         super().__init__(own, ranks.place)
-        self.ranks, self.plans = ranks, plans
+        self.ranks, self.plans, self.mode = ranks, plans, mode
 
     def sample(self, masks: Masks) -> None:
         ends = np.cumsum([num_masks(plan) for plan in self.plans])

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from msgspec.structs import replace
 
-from nanovllm.engine.executor import Executor, StepHandle
+from nanovllm.engine.executor import StepHandle
 from nanovllm.look import MOST_STEPS, Admitted, Step, Steps
 from nanovllm.plan import Chunk, LanesPlan, StepPlan
 from nanovllm.sched.planner import Planner
@@ -58,23 +58,18 @@ class NotedStep:
 class Recent:
     """Ring of noted steps, and their conversion to messages."""
 
-    def __init__(self, scheduler: Planner, executor: Executor, now: Callable[[], float]) -> None:
-        self._scheduler, self._executor, self._now = scheduler, executor, now
+    def __init__(self, scheduler: Planner, now: Callable[[], float]) -> None:
+        self._scheduler, self._now = scheduler, now
         self._ring: list[NotedStep | None] = [None] * KEPT
         self._in_flight: deque[NotedStep] = deque()
         self._finished: list[tuple[int, str]] = []
-        self._modes: dict[str, int] = {}
-        self._mode = ""
         self._decodes = self._slots = b""
         self._newest = 0
         self._arriving: dict[int, float] = {}  # requests whose pages arrive, and since when
 
-    def planned(self, plan: StepPlan | LanesPlan) -> None:
-        """Note a plan that was launched."""
-        snapshot, counts = self._scheduler.snapshot(), self._executor.steps_by_mode
-        if counts.get(self._mode) == self._modes.get(self._mode):  # else the mode is unchanged
-            self._mode = next((m for m in counts if counts[m] != self._modes.get(m)), "")
-        self._modes[self._mode] = counts[self._mode]
+    def planned(self, plan: StepPlan | LanesPlan, mode: str) -> None:
+        """Note a plan that was launched. `mode` is that of its handle."""
+        snapshot = self._scheduler.snapshot()
         if (decodes := plan.decodes) is not None:
             self._decodes = decodes
         if snapshot.slots != self._slots:  # else both steps share the bytes
@@ -85,7 +80,7 @@ class Recent:
             num_masked=len(plan.masked),
             chunks=plan.chunks,
             begun_s=self._now(),
-            mode=self._mode,
+            mode=mode,
             slots=self._slots,
             decodes=self._decodes,
             mixed_step_tokens=self._scheduler.mixed_step_tokens,

@@ -103,6 +103,7 @@ class Handle:
     """A step in flight. Implements engine.executor.StepHandle.
 
     `gap` precedes the forward pass, which has been enqueued. `finish` samples, with masks or None.
+    `mode` is that of engine.executor.StepHandle.
     """
 
     def __init__(
@@ -111,8 +112,10 @@ class Handle:
         clock: DeviceClock,
         gap: Gap,
         finish: Callable[[Masks | None], StepCopy],
+        mode: str,
     ) -> None:
         self.step = step
+        self.mode = mode
         self.gap_s = self.busy_s = 0.0
         self._clock = clock
         self._gaps = [gap]

@@ -200,10 +200,11 @@ class Runner:
             self.adapters.apply(plan)
             rows = replace(rows, adapted=self.adapters.is_used(plan, self.builder.decode_slots))
         gap = self.clock.begin()
-        forwarded, mode = self._run(rows, plan.lane_tokens)
-        self.steps_by_mode[mode_key(mode, plan)] += 1
+        forwarded, graph = self._run(rows, plan.lane_tokens)
+        mode = mode_key(graph, plan)
+        self.steps_by_mode[mode] += 1
         finish = partial(self.finish, rows, forwarded, plan.masked)
-        handle = Handle(plan.step, self.clock, gap, finish)
+        handle = Handle(plan.step, self.clock, gap, finish, mode=mode)
         if plan.masked or plan.draws_late:
             self.clock.end()
         else:

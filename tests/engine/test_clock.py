@@ -44,7 +44,7 @@ def handle_of(device: DeviceClock, now: list[float], work_s: float) -> Handle:
         now[0] += work_s
         return StepCopy(torch.tensor([[7]], dtype=torch.int32), None, None, ROW)
 
-    return Handle(1, device, device.begin(), finish)
+    return Handle(1, device, device.begin(), finish, mode="NONE/decode")
 
 
 def test_a_gap_is_what_passes_between_the_work_of_two_steps(now: list[float]) -> None:

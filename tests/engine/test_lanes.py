@@ -74,7 +74,8 @@ class Counting:
         self.steps_by_mode: Counter[str] = Counter()
 
     def launch(self, plan: StepPlan) -> Counting:
-        self.steps_by_mode[mode_key("FULL", plan)] += 1
+        self.mode = mode_key("FULL", plan)
+        self.steps_by_mode[self.mode] += 1
         return self
 
     def sample(self, masks: Masks) -> None:
@@ -98,6 +99,7 @@ def test_what_all_lanes_count_is_told_as_one(tmp_path: Path) -> None:
     plan = LanesPlan(1, lanes, rows=(own.decodes,) * 3, num_slots=4)
     assert executor.expert_load(wait=True).by_rank == {"0": 1, "1": 2}
     handle = executor.launch(plan)
+    assert handle.mode == "FULL/structured"
     handle.sample(np.zeros((1, 1), np.int32))
     for _ in range(2):  # the plan, then the masks
         for follower, place in zip(followers, others, strict=True):

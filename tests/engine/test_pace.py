@@ -48,6 +48,7 @@ class Handle:
     result: StepResult
     busy_s: float
     gap_s: float = 0.0
+    mode: str = ""
 
     def wait(self) -> StepResult:
         return self.result

@@ -284,6 +284,7 @@ class Own:
 
     def __init__(self) -> None:
         self.padded_tokens = self.gap_s = self.busy_s = 0
+        self.mode = "NONE/decode"
         self.steps_by_mode: Counter[str] = Counter()
         self.vet = self.expert_load = None
         self.disk = self.lender = self.remote = None

@@ -9,8 +9,13 @@ import msgspec
 import numpy as np
 
 from nanovllm.engine import recent
+from nanovllm.engine.loop import EngineLoop
+from nanovllm.engine.paper import PaperExecutor
+from nanovllm.kv.memory import KVMemory
 from nanovllm.look import MOST_STEPS, Step
+from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import Abort, FinishReason
+from tests.engine.no_grammars import NoGrammars
 from tests.paper.engine import PAGE, PaperEngine, generate
 
 
@@ -108,6 +113,21 @@ def test_aborts_and_drafts() -> None:
     assert sum(step.accepted for step in steps) >= stats.accepted_tokens > 0
     assert sum(step.drafted for step in steps) >= stats.draft_tokens > 0
     assert sum(step.generated for step in steps) == stats.generated_tokens
+
+
+def test_a_step_has_the_mode_that_its_executor_counted() -> None:
+    scheduler = Scheduler(KVMemory(64, 4), num_slots=4, step_tokens=64, max_model_tokens=64)
+    executor = PaperExecutor([7, 8, 9], 4, step_s=0.0)
+    loop = EngineLoop(scheduler, executor, lambda output: None, NoGrammars(), depth=1)
+    loop.handle(generate(1, [1] * 8, max_new=4))
+    loop.step()
+    loop.step()
+    loop.handle(generate(2, [2] * 8, max_new=2))
+    while not loop.idle:
+        loop.step()
+    modes = [step.mode for step in loop.recent.since(0).steps]
+    assert modes == ["PAPER/prefill", "PAPER/decode", "PAPER/mixed", "PAPER/decode"]
+    assert executor.steps_by_mode == {"PAPER/prefill": 1, "PAPER/decode": 2, "PAPER/mixed": 1}
 
 
 def test_the_ring_is_bounded_and_holds_no_text(monkeypatch) -> None:

@@ -146,6 +146,7 @@ class PaperMasker:
 
 class PaperHandle:
     gap_s = busy_s = 0.0
+    mode = ""
 
     def __init__(self, step: int, finish: Callable[[Masks | None], StepResult]) -> None:
         self.step = step

@@ -27,6 +27,7 @@ class LanesHandle:
     """Implementation of engine.executor.StepHandle."""
 
     gap_s = busy_s = 0.0
+    mode = ""
 
     def __init__(self, plan: LanesPlan, handles: list[PaperHandle | None]) -> None:
         self.plan, self.handles = plan, handles
