@@ -105,7 +105,7 @@ class Ready(Struct, frozen=True, tag="ready", array_like=True):
     num_pages: int
     page_tokens: int
     num_slots: int
-    # JSON, for records and logs: the recipe with every "auto" resolved but mixed_step_tokens.
+    # JSON, for records and logs: the recipe with every "auto" resolved except mixed_step_tokens.
     recipe: str = "{}"
     tier_pages: int = 0  # pages of host memory below the device
     adapters: dict[str, str] = {}  # folders of the loaded adapters, by name

@@ -108,7 +108,7 @@ def recipe_options(
     return decorated
 
 
-def named(recipe: str | None) -> str:
+def recipe_or_demo(recipe: str | None) -> str:
     """Return RECIPE, or the recipe of the embedded demo model if there is none."""
     return recipe if recipe is not None else str(recipes.shipped()["demo"])
 
@@ -116,7 +116,7 @@ def named(recipe: str | None) -> str:
 def config_of(recipe: str | None, overrides: Sequence[str], **flags: object) -> Config:
     """Return the config of RECIPE. `flags` are named like the keys of RECIPE_KEYS."""
     keys = {RECIPE_KEYS[name]: flags[name] for name in flags}
-    return load_config(named(recipe), overrides, keys, check_config)
+    return load_config(recipe_or_demo(recipe), overrides, keys, check_config)
 
 
 def numbers(flag: str, text: str) -> tuple[int, ...]:
@@ -182,7 +182,7 @@ def serve(recipe: str | None, overrides: Sequence[str], **flags: object) -> None
     most, and exits with 0. A second one exits at once with 143 or 130.
     """
     checked = read_recipe(
-        named(recipe), overrides, {RECIPE_KEYS[name]: flags[name] for name in flags}
+        recipe_or_demo(recipe), overrides, {RECIPE_KEYS[name]: flags[name] for name in flags}
     )
     try:
         log.setup(checked.recipe.server.log_format)

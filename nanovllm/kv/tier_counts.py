@@ -29,7 +29,7 @@ COUNTERS = (
 )
 
 
-def named(values: Mapping[str, float], below: Below | None) -> dict[str, float]:
+def with_zeros(values: Mapping[str, float], below: Below | None) -> dict[str, float]:
     """Return the counts, with those that are still 0 of the tiers that there are."""
     tiers = {"disk": below is not None and below.writable is not None}
     tiers["peer"] = below is not None and below.has_peers

@@ -41,7 +41,7 @@ from nanovllm.kv.keys import Key, PageKeys
 from nanovllm.kv.page_moves import PageLoad, PageStore
 from nanovllm.kv.page_writes import PageWrites
 from nanovllm.kv.store_queue import StoreQueue
-from nanovllm.kv.tier_counts import named
+from nanovllm.kv.tier_counts import with_zeros
 from nanovllm.plan import Copies, Moved, Moves, Write
 
 MOST_STORING = 64  # pages in stores that have not ended; they cannot be evicted from the device
@@ -469,7 +469,7 @@ class HostTier:
             "host.store_s": self.seconds["store"],
             "host.load_s": self.seconds["load"],
         }
-        return named(stats, self.below)
+        return with_zeros(stats, self.below)
 
     def check(self) -> None:
         stored = [slot for store in self.stores.values() for slot in store.slots]

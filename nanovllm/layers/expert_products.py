@@ -31,7 +31,7 @@ class ExpertKernels(NamedTuple):
     down_combine: Callable[..., Tensor] | None = None  # for unsorted pairs, in one launch
     spread: Spread | None = None  # placement of experts on ranks; None: equal shares in order
 
-    def as_asked(self, options: Experts) -> ExpertKernels:
+    def with_options(self, options: Experts) -> ExpertKernels:
         """Return these kernels with the settings of the recipe's section `experts`.
 
         Raise ConfigError if its placement file cannot be read.

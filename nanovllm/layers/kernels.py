@@ -86,7 +86,8 @@ ORDERED = {
 }
 OPERATIONS = (*IMPLEMENTATIONS["torch"], *PRODUCTS)
 GPU = torch.device("cuda")
-BESIDE = ("sample", "batch_prep", "exchange")  # chosen elsewhere, but for "auto": torch or Triton
+# Operations that are chosen in other files. Their "auto" is torch or Triton.
+CHOSEN_ELSEWHERE = ("sample", "batch_prep", "exchange")
 FUSED = ("rms_norm", "add_rms_norm", "silu_mul", "sigmoid_mul", "rope_store")  # may be compiled
 LATENT_STORE = {  # by the recipe's choice of rope_store; torch.compile cannot write fp8 latents
     "torch": "nanovllm_kernels.attention.latent_reference:latent_store",
@@ -209,7 +210,7 @@ def fastest(operation: str, device: torch.device, *, invariant: bool = False) ->
         return "torch"
     if operation in FUSED and not is_hopper(device) and not invariant:
         return "compile"
-    if operation in BESIDE:
+    if operation in CHOSEN_ELSEWHERE:
         return portable(device)
     return next((k for k in ("triton", "library") if operation in IMPLEMENTATIONS[k]), "torch")
 

@@ -54,7 +54,7 @@ log = logging.getLogger("engine")
 @dataclass(frozen=True, slots=True)
 class Built:
     runner: Runner
-    recipe: Recipe  # every "auto" resolved but mixed_step_tokens
+    recipe: Recipe  # every "auto" resolved except mixed_step_tokens
     vocab_size: int
     layout: CacheLayout
 

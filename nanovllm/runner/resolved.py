@@ -24,7 +24,7 @@ from nanovllm.config import Cache, Config, ConfigError, Recipe, Speculate, resol
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.kv.split import Split, host_page_bytes, room_for_pages, running_bytes
 from nanovllm.layers.fp8 import has_kernel
-from nanovllm.layers.kernels import BESIDE, OPERATIONS, fastest, reason, select_ops
+from nanovllm.layers.kernels import CHOSEN_ELSEWHERE, OPERATIONS, fastest, reason, select_ops
 from nanovllm.layers.ops import Ops
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder, DecoderConfig
@@ -50,7 +50,7 @@ class DraftSource:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    recipe: Recipe  # every "auto" resolved but cache.pages and mixed_step_tokens
+    recipe: Recipe  # every "auto" resolved except cache.pages and mixed_step_tokens
     family: type[Decoder]
     model_config: DecoderConfig
     layout: CacheLayout  # of the model's layers, then of the draft model's
@@ -120,7 +120,7 @@ class Resolved:
 
     def _ops(self) -> Ops:
         ops = select_ops(self.recipe.kernels, self.device)
-        return dataclasses.replace(ops, experts=ops.experts.as_asked(self.recipe.experts))
+        return dataclasses.replace(ops, experts=ops.experts.with_options(self.recipe.experts))
 
 
 def resolve_config(config: Config, mesh: Mesh | None = None) -> Resolved:
@@ -240,16 +240,16 @@ def choose_device(recipe: Recipe) -> tuple[torch.device, torch.dtype]:
 
 
 def without_autos(recipe: Recipe, device: torch.device, dtype: torch.dtype, most: int) -> Recipe:
-    """Return the recipe with every "auto" resolved but the cache's pages and the context.
+    """Return the recipe with every "auto" resolved except the cache's pages and the context.
 
     `most` is the default of schedule.step_tokens on a GPU.
     """
     on_cpu = device.type == "cpu"
     cache, kernels = recipe.cache, recipe.kernels
-    for name in BESIDE:
+    for name in CHOSEN_ELSEWHERE:
         if on_cpu and getattr(kernels, name) == "triton":
             raise ConfigError(f"kernels.{name} is triton, which needs a GPU; use torch")
-    names = (*OPERATIONS, *BESIDE)
+    names = (*OPERATIONS, *CHOSEN_ELSEWHERE)
     best = partial(fastest, device=device, invariant=kernels.invariant)
     chosen = {name: best(name) for name in names if getattr(kernels, name) == "auto"}
     return replace(

@@ -49,7 +49,7 @@ class Sampler:
         self.seeds_N = self.columns.on_device("seed")
         self.inverse_temperatures_N = self.columns.on_device("inverse_temperature")
         self.processors: list[Processor] = [make(per_slot) for make in processors]
-        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._upload_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.truncation = Truncation(per_slot, self.inverse_temperatures_N, kernel)
         self.logprobs = Logprobs(per_slot)
         self.features: tuple[Feature, ...] = (*self.processors, self.truncation, self.logprobs)
@@ -120,11 +120,11 @@ class Sampler:
         upload runs while the device computes; only the kernel that uses it waits.
         """
         masks = masks[:, self.shard.words]
-        with torch.cuda.stream(self._beside):
+        with torch.cuda.stream(self._upload_stream):
             sent = [upload(np.ascontiguousarray(x), logits_SV.device) for x in (rows, masks)]
-        if self._beside is not None:
+        if self._upload_stream is not None:
             user = torch.cuda.current_stream(logits_SV.device)
-            user.wait_stream(self._beside)
+            user.wait_stream(self._upload_stream)
             for tensor in sent:
                 tensor.record_stream(user)
         self._apply_mask(logits_SV, *sent)

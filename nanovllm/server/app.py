@@ -35,7 +35,7 @@ from nanovllm.server.asgi import (
     read_body,
     unless_left,
 )
-from nanovllm.server.debug_steps import DEBUG, looks
+from nanovllm.server.debug_steps import DEBUG, page_handlers
 from nanovllm.server.engines import Engines
 from nanovllm.server.errors import ApiError, shutting_down, unknown_model, unknown_path
 from nanovllm.server.handover import (
@@ -106,7 +106,7 @@ class App:
             "/ready": partial(self._health, b"ready"),
             "/version": self._version,
         }
-        self._looks = {**looks(engines, config), METRICS: metrics}
+        self._handlers = {**page_handlers(engines, config), METRICS: metrics}
 
     @property
     def is_idle(self) -> bool:
@@ -155,7 +155,7 @@ class App:
             return MODELS
         return (
             path
-            if path in self._posts or path in self._answers or path in self._looks
+            if path in self._posts or path in self._answers or path in self._handlers
             else OTHER_PATH
         )
 
@@ -164,26 +164,26 @@ class App:
     ) -> None:
         self.access.check(scope)
         path: str = scope["path"]
-        look, answer = self._looks.get(path), self._answers.get(path)
+        handler, answer = self._handlers.get(path), self._answers.get(path)
         if self.access.is_for_metrics(scope):
             if path not in (METRICS, *PROBES):
                 text = f"this port has {METRICS}, /health and /ready only; use server.port"
                 raise ApiError(404, text, code="not_found")
         elif path == METRICS and self.access.opens_metrics(scope):
             pass
-        elif path not in PROBES and (look is None or path.startswith((DEBUG, METRICS))):
+        elif path not in PROBES and (handler is None or path.startswith((DEBUG, METRICS))):
             self._authorise(scope)
         if path.startswith(f"{MODELS}/"):
             answer = partial(self._model, path.removeprefix(f"{MODELS}/"))
-        if path not in self._posts and answer is None and look is None:
+        if path not in self._posts and answer is None and handler is None:
             raise unknown_path(path)
         methods = ("POST",) if path in self._posts else READING
         if scope["method"] not in methods:
             text = f"{path[:200]} accepts {methods[0]}, not {scope['method'][:20]}"
             allow = [(b"allow", ", ".join(methods).encode())]
             raise ApiError(405, text, code="method_not_allowed", headers=allow)
-        if look is not None:
-            await look(scope, writer)
+        if handler is not None:
+            await handler(scope, writer)
         elif answer is not None:
             writer.respond(200, *answer(), [(b"x-request-id", request_id.encode())])
         elif path == CHAT:

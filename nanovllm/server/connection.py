@@ -3,7 +3,7 @@
 The limits apply before any other check of a request, including that of its API key. Routes and the
 content of bodies are handled elsewhere.
 
-Decision: `look_after` runs ten times a second for every connection. Timers for each connection
+Decision: `enforce_limits` runs ten times a second for every connection. Timers for each connection
 would have to be cancelled, and one left over would keep a closed connection alive.
 
 Decision: a response that is complete before its request has been read does not close the
@@ -43,9 +43,9 @@ from nanovllm.server.head import (
     check_head,
     expects_continue,
     host_of_target,
-    not_spoken,
-    not_valid,
+    invalid_http,
     unknown_method,
+    unsupported_version,
 )
 from nanovllm.server.metrics import OTHER_PATH, HttpCounts
 from nanovllm.server.refusals import RefusalLog
@@ -112,8 +112,8 @@ class Connection(HttpToolsProtocol):
         self._num_headers = 0
         self._head_bytes = 0  # bytes of the first line and of complete headers
         self._fed_bytes = 0  # bytes since the latest complete part of a request, in whole reads
-        self._has_turned = False  # a part of a request ended within the latest read
-        self._is_deaf = False  # input is ignored from now on
+        self._part_ended = False  # a part of a request ended within the latest read
+        self._ignores_input = False  # input is ignored from now on
         self._deadline: float | None = None  # monotonic time when the current part must be complete
         self._linger_until: float | None = None  # input is dropped until then
         self._num_dropped = 0  # bytes dropped while lingering
@@ -143,7 +143,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._linger_until is not None and not self._may_linger(len(data)):
             return
-        if self._is_deaf:
+        if self._ignores_input:
             return
         if 0 < (left := self._body_left) < len(data):  # another request begins in this read
             self.data_received(data[:left])
@@ -158,11 +158,12 @@ class Connection(HttpToolsProtocol):
         if self._is_unknown:
             self._refuse_method()
             return
-        self._has_turned = False
+        self._part_ended = False
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._is_deaf = True  # no other protocol is supported; the request itself is answered
+            # No other protocol is supported. The request itself is answered.
+            self._ignores_input = True
             self._deadline = None
             self.cycle.keep_alive = False
             return
@@ -171,13 +172,13 @@ class Connection(HttpToolsProtocol):
             if isinstance(error, httptools.HttpParserInvalidMethodError):
                 self._refuse_method()
             else:
-                self._refuse(cause if isinstance(cause, ApiError) else not_valid())
+                self._refuse(cause if isinstance(cause, ApiError) else invalid_http())
             return
         if self._in_head and self.url and data.endswith(b"\n") and self._has_no_version():
-            self._refuse(not_spoken("0.9"))
+            self._refuse(unsupported_version("0.9"))
             return
         # httptools buffers the beginning of a header until the header is complete.
-        self._fed_bytes = 0 if self._has_turned else self._fed_bytes + len(data)
+        self._fed_bytes = 0 if self._part_ended else self._fed_bytes + len(data)
         if self._fed_bytes > self._settings.max_header_bytes:
             self._refuse(self._too_large())
 
@@ -191,7 +192,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["extensions"] = {EXTENSION: {"transport": self.transport}}
         self._in_head = True
-        if self._has_turned:  # it begins somewhere within the latest read
+        if self._part_ended:  # it begins somewhere within the latest read
             self._begin = b""
         self._num_headers = self._head_bytes = self._fed_bytes = 0
         self._linger_until = None
@@ -230,18 +231,18 @@ class Connection(HttpToolsProtocol):
             self._answered = self.cycle
         self._in_head = False
         self._in_body = True
-        self._has_turned = True
+        self._part_ended = True
         self._allow(self._settings.body_timeout_s)
 
     def on_body(self, body: bytes) -> None:
-        self._has_turned = True
+        self._part_ended = True
         self._body_left = max(self._body_left - len(body), 0)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._in_body = False
-        self._has_turned = True
+        self._part_ended = True
         self._deadline = self._linger_until = None
         self.flow.resume_reading()  # otherwise a disconnect would go unnoticed
 
@@ -249,7 +250,7 @@ class Connection(HttpToolsProtocol):
         if has_waited := bool(self.pipeline):
             self._answered = self.pipeline[-1][0]
         super().on_response_complete()
-        if self._is_deaf:  # no other request follows
+        if self._ignores_input:  # no other request follows
             self._unset_keepalive_if_required()
             return
         if self._deadline is None:
@@ -261,16 +262,16 @@ class Connection(HttpToolsProtocol):
 
     # -- limits -----------------------------------------------------------------------------
 
-    def look_after(self, now: float) -> None:
+    def enforce_limits(self, now: float) -> None:
         """Enforce the time limits. Call often, with the monotonic time."""
         unread = self.transport.get_write_buffer_size()
         if unread:
-            self._look_at_reader(unread, now)
+            self._check_reader(unread, now)
         else:
             self._unread_before = 0
         if self._deadline is None or now < self._deadline:
             return
-        if self._is_deaf or self.transport.is_closing():
+        if self._ignores_input or self.transport.is_closing():
             self.transport.abort()
         elif self.pipeline:  # reading is paused by the server, not by the client
             self._allow(self._settings.body_timeout_s)
@@ -283,14 +284,14 @@ class Connection(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """Close for server shutdown. A request with an incomplete head gets an error response."""
-        if self._is_deaf and self._linger_until is not None:
+        if self._ignores_input and self._linger_until is not None:
             return  # closes soon in any case
-        if self._in_head and not self._is_deaf:
+        if self._in_head and not self._ignores_input:
             self._refuse(shutting_down())
         else:
             super().shutdown()
 
-    def _look_at_reader(self, unread: int, now: float) -> None:
+    def _check_reader(self, unread: int, now: float) -> None:
         """Reset a client that reads too slowly.
 
         A stream may have `max_unread_bytes` unread. A finished response must make progress within
@@ -336,11 +337,11 @@ class Connection(HttpToolsProtocol):
         error, cycle = unknown_method(self._begin), self.cycle
         self._is_unknown = error is None
         if error is not None or (cycle is not None and not cycle.response_complete):
-            self._refuse(error or not_valid())
+            self._refuse(error or invalid_http())
 
     def _refuse(self, error: ApiError) -> None:
         """Stop reading, and answer open requests in order."""
-        self._is_deaf = True
+        self._ignores_input = True
         self._deadline = None
         cycle = self.cycle
         is_own = self._in_body
@@ -363,8 +364,8 @@ class Connection(HttpToolsProtocol):
         """Close after the final response, or half-close if the client may still be sending."""
         if self.transport.is_closing():
             return
-        if self._in_body or self._is_deaf:
-            self._is_deaf = True
+        if self._in_body or self._ignores_input:
+            self._ignores_input = True
             self.pipeline.clear()
             self.transport.write_eof()
             self._linger()

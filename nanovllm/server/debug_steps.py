@@ -29,15 +29,15 @@ ANSWER_S = 5.0  # seconds for the engine's reading thread, which does not wait f
 NO_STORE = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
 
 
-def looks(engines: Engines, server: Server) -> dict[str, Handler]:
+def page_handlers(engines: Engines, server: Server) -> dict[str, Handler]:
     """Return handlers by path: those of the page and of /debug, or none if the page is off."""
     if not is_shown(server):
         return {}
-    experts = partial(tell_experts, engines)
+    experts = partial(send_expert_load, engines)
     return {**page_files(), f"{DEBUG}steps": DebugSteps(engines), f"{DEBUG}experts": experts}
 
 
-async def tell_experts(engines: Engines, scope: Scope, writer: Writer) -> None:
+async def send_expert_load(engines: Engines, scope: Scope, writer: Writer) -> None:
     """Respond with one line for each layer with experts. Raise ApiError (404) if there are none."""
     load = engines.clients[_number(scope, "engine", len(engines.clients) - 1)].stats.experts
     if load is None:

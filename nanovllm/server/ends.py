@@ -46,10 +46,10 @@ def eos_ids_of(config: Config, template: Template | None = None) -> tuple[int, .
         with closing(Renderer()) as renderer:
             return eos_ids_of(config, Template(Path(config.tokenizer_dir), renderer=renderer))
     own = read(Path(config.config_path), EosFields)
-    ids = named(own)
+    ids = eos_ids_in(own)
     if config.model_dir is not None:
         path = Path(config.model_dir) / "generation_config.json"
-        ids |= named(read(path, EosFields)) if path.is_file() else set()
+        ids |= eos_ids_in(read(path, EosFields)) if path.is_file() else set()
     if template.eos_id is not None:
         ids.add(template.eos_id)
     ids |= ids_of_turn_ends(template)
@@ -66,7 +66,7 @@ def read(path: Path, schema: type[T]) -> T:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def named(file: EosFields) -> set[int]:
+def eos_ids_in(file: EosFields) -> set[int]:
     ids = file.eos_token_id
     return {ids} if isinstance(ids, int) else set(ids or ())
 

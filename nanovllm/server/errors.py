@@ -62,14 +62,14 @@ def bad_value(param: str, requirement: str, value: object) -> ApiError:
     if value is None:
         return misplaced(param, f"is missing or null; it must be {requirement}")
     shown = shortened(repr(value), MAX_VALUE_CHARS)
-    return misplaced(param, f"must be {requirement}, not {shown}")
+    return invalid_field(param, f"must be {requirement}, not {shown}")
 
 
 def shortened(text: str, max_chars: int) -> str:
     return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
 
 
-def misplaced(param: str, complaint: str) -> ApiError:
+def invalid_field(param: str, complaint: str) -> ApiError:
     """Return an error like "stream_options must be left out unless stream is true"."""
     return ApiError(400, f"{param} {complaint}", param=param, code="invalid_value")
 

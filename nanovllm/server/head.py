@@ -24,12 +24,12 @@ REQUEST_LINE = re.compile(rb"(%b) \S{1,8000} HTTP/1\.[01]\r?\n" % METHOD)
 PART_OF_LINE = re.compile(rb"%b(?: (?:\S{1,8000}(?: (\S*\r?))?)?)?" % METHOD)  # group 1: version
 
 
-def not_spoken(version: str) -> ApiError:
+def unsupported_version(version: str) -> ApiError:
     status = 400 if version < "1" else HTTPStatus.HTTP_VERSION_NOT_SUPPORTED
     return ApiError(status, f"HTTP/{version} is not supported; use HTTP/1.1", code=CODE)
 
 
-def not_valid() -> ApiError:
+def invalid_http() -> ApiError:
     return ApiError(400, "the request is not valid HTTP", code=CODE)
 
 
@@ -48,13 +48,13 @@ def unknown_method(begin: bytes) -> ApiError | None:
         version = part[1] or b""
         if any(whole.startswith(version) for whole in (b"HTTP/1.0\r", b"HTTP/1.1\r")):
             return None
-    return not_valid()
+    return invalid_http()
 
 
 def check_head(version: str, headers: list[Header]) -> None:
     """Raise ApiError if the head must be refused. Names in `headers` are in lower case."""
     if version not in ("1.0", "1.1"):
-        raise not_spoken(version)
+        raise unsupported_version(version)
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1 or (version == "1.1" and not hosts):
         raise ApiError(

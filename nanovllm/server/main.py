@@ -210,7 +210,7 @@ class DrainingServer(uvicorn.Server):
         """Return True if the server must stop. uvicorn calls this ten times a second."""
         now = time.monotonic()
         for connection in list(self.server_state.connections):
-            cast(Connection, connection).look_after(now)
+            cast(Connection, connection).enforce_limits(now)
         if self._deadline is not None:
             if not self._is_logged:
                 self._is_logged = True

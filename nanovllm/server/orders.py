@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
-from nanovllm.server.errors import bad_value, misplaced, too_long
+from nanovllm.server.errors import bad_value, invalid_field, too_long
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.served import Served
 from nanovllm.server.tag import structural_tag, vet_tools
@@ -53,7 +53,7 @@ def generates(
     banned = {word[-1] for word in words} | (stop_ids if request.min_tokens else set())
     if all(one in banned for one in request.allowed_token_ids or range(served.vocab_size)):
         text = "leaves no token: each one allowed ends the output or is banned by bad_words"
-        raise misplaced("min_tokens" if request.min_tokens else "bad_words", text)
+        raise invalid_field("min_tokens" if request.min_tokens else "bad_words", text)
     packed, adapter = array("i", prompt.ids).tobytes(), served.adapter_of(request)
     ticket = used_ticket(request.transfer)
     return [

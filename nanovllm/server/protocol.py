@@ -18,7 +18,14 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
-from nanovllm.server.errors import ApiError, bad_body, bad_text, bad_value, misplaced, unknown_model
+from nanovllm.server.errors import (
+    ApiError,
+    bad_body,
+    bad_text,
+    bad_value,
+    invalid_field,
+    unknown_model,
+)
 from nanovllm.server.parsers.base import FUNCTION_NAME
 from nanovllm.server.ranges import Range, check_biases, check_token_ids, ranges
 from nanovllm.server.tool_choice import ToolChoice, tool_choice
@@ -238,7 +245,7 @@ def parse_request(
     except msgspec.DecodeError as error:
         refusal = bad_body(body, error)
         if refusal.param in allowed and "out of range" in refusal.message:
-            refusal = misplaced(
+            refusal = invalid_field(
                 refusal.param, f"must be {allowed[refusal.param]}; the value is far outside"
             )
         raise refusal from None
@@ -284,7 +291,7 @@ def _check_continuation(request: ChatRequest) -> None:
         return
     if request.add_generation_prompt:
         text = "must be left out if add_generation_prompt is true"
-        raise misplaced("continue_final_message", text)
+        raise invalid_field("continue_final_message", text)
     last = request.messages[-1]
     if last.role != "assistant" or not last.text or last.tool_calls:
         where = f"messages[{len(request.messages) - 1}]"
@@ -318,7 +325,7 @@ def _check_output(request: ChatRequest) -> None:
         if not 0 < len(stop) <= MAX_STOP_CHARS:
             raise bad_value("stop", f"strings of 1 to {MAX_STOP_CHARS} characters", stop)
     if request.stream_options is not None and not request.stream:
-        raise misplaced("stream_options", "must be left out unless stream is true")
+        raise invalid_field("stream_options", "must be left out unless stream is true")
     if request.reasoning_effort not in (None, *EFFORTS):
         requirement = f"one of {', '.join(EFFORTS)}"
         raise bad_value("reasoning_effort", requirement, request.reasoning_effort)
@@ -351,7 +358,7 @@ def _check_format(request: ChatRequest) -> None:
     if other is None:
         return
     if response_format is not None and response_format["type"] != "text":
-        raise misplaced("structured_outputs", "cannot be given together with response_format")
+        raise invalid_field("structured_outputs", "cannot be given together with response_format")
     check_structure(other)
     for flag in ("json_object", "strict", "disable_any_whitespace"):
         _check_flag(f"structured_outputs.{flag}", other.get(flag))

@@ -1,6 +1,6 @@
 """Served model: names and limits, tokenizer, chat template and sampling defaults.
 
-Read once at start from the model's files and the engine's `Ready`; immutable afterwards.
+Read once at start from the model's files and the engine's `Ready`. Only `adapters` changes later.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from nanovllm.grammars.tags import (
     optional,
     sequence,
 )
-from nanovllm.server.errors import ApiError, bad_value, misplaced
+from nanovllm.server.errors import ApiError, bad_value, invalid_field
 from nanovllm.server.parsers.base import KEY_NAME, Syntax
 from nanovllm.server.parsers.json_types import words_of
 from nanovllm.server.parsers.markers import END_THINK, THINK
@@ -67,22 +67,22 @@ def structural_tag(request: ChatRequest, served: Served, turn: str) -> str:
     for field in ("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids"):
         if getattr(request, field):
             text = f"must be left out where {request.constrained_by} needs a grammar"
-            raise misplaced(field, text)
+            raise invalid_field(field, text)
     if not served.eos_ids and not request.stop_token_ids:
         text = "needs a token that ends the output, and the model has none: give stop_token_ids"
-        raise misplaced(str(request.constrained_by), text)
+        raise invalid_field(str(request.constrained_by), text)
     if served.writes_by_chance:
         text = "cannot be enforced by a server with speculate.accept, whose output is not text"
-        raise misplaced(str(request.constrained_by), text)
+        raise invalid_field(str(request.constrained_by), text)
     try:
         with refusals():
             whole = _Writer(request, served).whole(turn)
         tag = json.dumps({"type": "structural_tag", "format": whole}, separators=(",", ":"))
     except RecursionError:
-        raise misplaced(str(request.constrained_by), "is nested too deeply") from None
+        raise invalid_field(str(request.constrained_by), "is nested too deeply") from None
     if len(tag) > MAX_TAG_BYTES:
         text = f"needs a grammar of {len(tag)} bytes; it must be at most {MAX_TAG_BYTES}"
-        raise misplaced(str(request.constrained_by), text)
+        raise invalid_field(str(request.constrained_by), text)
     return tag
 
 
@@ -137,7 +137,7 @@ class _Writer:
         choice, syntax = self._request.choice_of_tools, self._family.syntax
         content = self._content()
         if syntax is None and choice.mode == "required":
-            raise misplaced("tool_choice", "needs calls: this model has no syntax of its own")
+            raise invalid_field("tool_choice", "needs calls: this model has no syntax of its own")
         if syntax is None or choice.mode == "none":
             return content or ANY_TEXT
         is_single = syntax.is_single or choice.is_named

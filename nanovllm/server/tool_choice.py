@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from nanovllm.server.errors import bad_value, misplaced
+from nanovllm.server.errors import bad_value, invalid_field
 
 FORMS = "'none', 'auto', 'required', a function or allowed_tools"
 
@@ -27,7 +27,7 @@ def tool_choice(choice: str | dict[str, Any] | None, names: Sequence[str]) -> To
     if choice not in (None, "auto", "required") and kind not in ("function", "allowed_tools"):
         raise bad_value("tool_choice", FORMS, choice)
     if not names:
-        raise misplaced("tool_choice", "must be left out or 'none' if there are no tools")
+        raise invalid_field("tool_choice", "must be left out or 'none' if there are no tools")
     if not isinstance(choice, dict):
         return ToolChoice("required" if choice == "required" else "auto", names)
     if kind == "function":

@@ -13,7 +13,7 @@ from nanovllm_kernels.norms import reference
 from torch import Tensor
 
 from nanovllm.config import ConfigError, Kernels
-from nanovllm.layers.kernels import BESIDE, FUSED, OPERATIONS, fastest, reason, select_ops
+from nanovllm.layers.kernels import CHOSEN_ELSEWHERE, FUSED, OPERATIONS, fastest, reason, select_ops
 from nanovllm.layers.ops import Ops
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -49,10 +49,10 @@ def test_a_gpu_runs_triton_if_it_was_measured_there_and_else_compiles(
         assert len(signature(kernel).parameters) == len(signature(meaning).parameters)
         assert hasattr(kernel, "get_compiler_config") is (capability != (9, 0))
     assert chosen.latent_store is latent_store  # in Triton
-    kinds = {name: fastest(name, GPU) for name in (*OPERATIONS, *BESIDE)}
+    kinds = {name: fastest(name, GPU) for name in (*OPERATIONS, *CHOSEN_ELSEWHERE)}
     expected = "triton" if capability == (9, 0) else "compile"
     assert {kinds[name] for name in FUSED} == {expected}
-    assert {kinds[name] for name in ("delta", *BESIDE)} == {"triton"}
+    assert {kinds[name] for name in ("delta", *CHOSEN_ELSEWHERE)} == {"triton"}
     told = reason(Kernels(), GPU)
     assert ("9.0 only" in told, f"capability {capability[0]}." in told) == (
         capability != (9, 0),
