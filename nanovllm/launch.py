@@ -177,9 +177,8 @@ def serve(config: Config) -> int:
     from nanovllm.server.renderer import Renderer
     from nanovllm.server.template import Template
 
-    with contextlib.closing(
-        Renderer()
-    ) as renderer:  # errors are reported before any process starts
+    # Errors of the template are reported before any process starts.
+    with contextlib.closing(Renderer()) as renderer:
         template = Template(Path(config.tokenizer_dir), renderer=renderer)
         check_decoder(template.tokenizer)
         eos_ids = eos_ids_of(config, template)

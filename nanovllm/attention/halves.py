@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from msgspec.structs import replace as changed
+from msgspec.structs import replace as replace_struct
 
 from nanovllm.attention.base import Batch
 from nanovllm.plan import Chunk
@@ -82,7 +82,7 @@ def divided(chunks: Sequence[Chunk], count: int) -> tuple[list[Chunk], list[Chun
             continue
         saves_first = chunk.save_at <= own
         before.append(
-            changed(
+            replace_struct(
                 chunk,
                 num_tokens=own,
                 samples=False,
@@ -90,7 +90,7 @@ def divided(chunks: Sequence[Chunk], count: int) -> tuple[list[Chunk], list[Chun
             )
         )
         after.append(
-            changed(
+            replace_struct(
                 chunk,
                 num_tokens=chunk.num_tokens - own,
                 start=chunk.start + own,

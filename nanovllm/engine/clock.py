@@ -1,4 +1,4 @@
-"""Host time of each part of a step. Independent of the parts."""
+"""Host time of each part of a step. The caller names the parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class StepClock:
         self.total_s: defaultdict[str, float] = defaultdict(float)  # by part, since the start
         self._steps_s = np.zeros(NEWEST)  # a ring
         self._num_steps = 0
-        self.spent_s = self._before_s = 0.0  # of all parts since the start: now, before this step
+        self.spent_s = 0.0  # of all parts since the start
+        self._before_s = 0.0  # the same before this step
         self._now = perf_counter()
 
     def skip(self) -> None:

@@ -1,4 +1,4 @@
-"""Cache events of an engine: the log that its memory writes, and the publisher behind it."""
+"""Cache events of an engine: the log that its memory writes, and the log's publisher."""
 
 from __future__ import annotations
 

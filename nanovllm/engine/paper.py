@@ -74,7 +74,7 @@ class PaperExecutor:
 
     def __init__(self, sentence: list[int], num_slots: int, step_s: float) -> None:
         self._sentence: Int32 = np.array(sentence, np.int32)
-        self._num_said = np.zeros(num_slots, np.int64)  # output tokens until now, per slot
+        self._num_generated = np.zeros(num_slots, np.int64)  # output tokens until now, per slot
         self._decodes: Int32 = np.zeros(0, np.int32)
         self._step_s = step_s
         self._ends_at = 0.0  # end of the latest step
@@ -112,13 +112,13 @@ class PaperExecutor:
 
     def launch(self, plan: StepPlan) -> PaperHandle:
         for admit in plan.admits:
-            self._num_said[admit.slot] = len(admit.tokens) // 4 - admit.num_prompt
+            self._num_generated[admit.slot] = len(admit.tokens) // 4 - admit.num_prompt
         if plan.decodes is not None:
             self._decodes = np.frombuffer(plan.decodes, np.int32)
         firsts = [chunk.slot for chunk in plan.chunks if chunk.samples]
         slots = np.concatenate((self._decodes, np.array(firsts, np.int32)))
-        tokens = self._sentence[self._num_said[slots] % len(self._sentence)]
-        self._num_said[slots] += 1
+        tokens = self._sentence[self._num_generated[slots] % len(self._sentence)]
+        self._num_generated[slots] += 1
         gap_s = max(0.0, time.monotonic() - self._ends_at)
         self._ends_at += gap_s + self._step_s
         mode = mode_key("PAPER", plan)

@@ -50,7 +50,7 @@ encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Report).decode
 
 
-def tickets_of(moves: Moves) -> Iterator[int]:
+def disk_tickets(moves: Moves) -> Iterator[int]:
     """Yield the tickets of transfers with the disk, which all ranks report."""
     for copies in moves.loads:
         if copies.fetches or copies.state_fetches:
@@ -93,7 +93,7 @@ class TransferEnds:
 
     def start(self, moves: Moves) -> None:
         """Expect the ends of the transfers with the disk, before they are sent."""
-        for ticket in tickets_of(moves):
+        for ticket in disk_tickets(moves):
             self._first[ticket], self._others[ticket] = None, []
 
     def taken(self, own: Sequence[Moved]) -> list[Moved]:
@@ -153,7 +153,7 @@ class EndReporter:
     def move(self, moves: Moves) -> None:
         """Start transfers after all launched plans."""
         with self._moving:
-            self._tickets.update(tickets_of(moves))
+            self._tickets.update(disk_tickets(moves))
             self._own.move(moves)
         self._woken.set()
 

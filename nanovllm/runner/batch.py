@@ -318,7 +318,7 @@ class BatchPrep:
     def write_back(
         self, rows: StepRows, batch: Batch, tokens_S: Tensor, accept: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """Write drawn tokens to the slots. Return lines_RW, int32: each row's new tokens, then -1.
+        """Write drawn tokens to the slots. Return tokens_RW, int32: each row's new tokens, then -1.
 
         `accept` replaces the comparison of drafts; see spec.base. The batch of a graph may have
         more rows than the step.

@@ -21,24 +21,24 @@ from nanovllm.sampling.base import SampledLogprobs
 class StepCopy:
     """Output of a step in host memory. Its values are valid once the step has ended."""
 
-    lines_RW: Tensor  # int32
+    tokens_RW: Tensor  # int32
     drafts_RX: Tensor | None  # int32: see plan.StepResult
     logprobs: SampledLogprobs | None
     rows: StepRows
 
     def read(self, step: int) -> StepResult:
         """Return the step's result. Call it after the step has ended."""
-        lines = self._sampling(self.lines_RW)
+        tokens = self._sampling(self.tokens_RW)
         drafts = None if self.drafts_RX is None else self._sampling(self.drafts_RX)
         if self.logprobs is None:
-            return StepResult(step, lines, (), drafts)
-        logprobs = read_logprobs(self.logprobs, lines, self.rows.num_sampled)
-        return StepResult(step, lines, logprobs, drafts)
+            return StepResult(step, tokens, (), drafts)
+        logprobs = read_logprobs(self.logprobs, tokens, self.rows.num_sampled)
+        return StepResult(step, tokens, logprobs, drafts)
 
-    def _sampling(self, lines_RX: Tensor) -> Int32:
+    def _sampling(self, rows_RX: Tensor) -> Int32:
         """Return the rows that sample."""
-        lines: Int32 = lines_RX.numpy()
-        return lines.copy() if self.rows.sampling_rows is None else lines[self.rows.sampling_rows]
+        rows: Int32 = rows_RX.numpy()
+        return rows.copy() if self.rows.sampling_rows is None else rows[self.rows.sampling_rows]
 
 
 class HostEvent:
@@ -141,7 +141,7 @@ class Handle:
 
 def start_copy(
     rows: StepRows,
-    lines_RW: Tensor,
+    tokens_RW: Tensor,
     drafts_RX: Tensor | None,
     logprobs: SampledLogprobs | None = None,
 ) -> StepCopy:
@@ -150,7 +150,7 @@ def start_copy(
     drafts = None if drafts_RX is None else to_host(drafts_RX[:num_rows])
     if logprobs is not None:
         logprobs = logprobs_to_host(logprobs)
-    return StepCopy(to_host(lines_RW[:num_rows]), drafts, logprobs, rows)
+    return StepCopy(to_host(tokens_RW[:num_rows]), drafts, logprobs, rows)
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -169,9 +169,9 @@ def logprobs_to_host(logprobs: SampledLogprobs) -> SampledLogprobs:
 
 
 def read_logprobs(
-    logprobs: SampledLogprobs, lines: Int32, sampled: Int32
+    logprobs: SampledLogprobs, tokens: Int32, sampled: Int32
 ) -> tuple[RowLogprobs, ...]:
-    """Return the log-probabilities of the tokens in `lines`, of which row r sampled sampled[r].
+    """Return the log-probabilities of `tokens`, of which row r sampled sampled[r].
 
     CORRUPTED and -1 are not tokens.
     """
@@ -182,5 +182,5 @@ def read_logprobs(
     return tuple(
         RowLogprobs(row, chosen[i], ids[i][:count], values[i][:count], nth=at - starts[row])
         for i, (at, count) in enumerate(zip(logprobs.at, logprobs.counts, strict=True))
-        if lines[row := row_of[at], at - starts[row]] >= 0
+        if tokens[row := row_of[at], at - starts[row]] >= 0
     )

@@ -56,7 +56,7 @@ class Written(NamedTuple):
     `drafts_RX` is that of plan.StepResult, and None without a drafter.
     """
 
-    lines_RW: Tensor  # each row's new tokens, then -1
+    tokens_RW: Tensor  # each row's new tokens, then -1
     drafts_RX: Tensor | None
 
 
@@ -226,7 +226,7 @@ class Runner:
             is_quiet = self.draft_model is not None and not rows.proposes
             draws = graphs.quiet_draws if is_quiet else graphs.draws
             written: Written = draws.replay(size)
-            return start_copy(rows, written.lines_RW, written.drafts_RX)
+            return start_copy(rows, written.tokens_RW, written.drafts_RX)
         num_samples = len(rows.host_slots)
         sampled = Sampled(batch.slots_T[:0], None)
         if logits_SV is not None:
@@ -238,7 +238,7 @@ class Runner:
             )
             sampled = self.sampler.sample(logits_SV[:num_samples], sample_rows)
         written = self._write_back(rows, forwarded, sampled.tokens_S)
-        return start_copy(rows, written.lines_RW, written.drafts_RX, sampled.logprobs)
+        return start_copy(rows, written.tokens_RW, written.drafts_RX, sampled.logprobs)
 
     def draw_plain(
         self, rows: StepRows, *, proposes: bool = True, adapted: bool = False
@@ -258,14 +258,14 @@ class Runner:
         """Write the drawn tokens to the slots, and let the drafter propose the next ones."""
         drafter, batch = self.drafter, forwarded.batch
         accept = drafter.accept if drafter is not None else None
-        lines_RW = self.prep.write_back(rows, batch, tokens_S, accept)
+        tokens_RW = self.prep.write_back(rows, batch, tokens_S, accept)
         if drafter is None:
-            return Written(lines_RW, None)
+            return Written(tokens_RW, None)
         slots, has_lanes = self.slots, self.sampler.shard.mesh.lanes > 1
         # The tokens of a graph are those of all lanes.
         most = max(forwarded.lane_tokens, len(batch.token_ids_T))
         step = DraftStep(
-            slots_R=rows.slots_R.where(lines_RW[:, 0] >= 0, slots.padding),
+            slots_R=rows.slots_R.where(tokens_RW[:, 0] >= 0, slots.padding),
             rows_R=rows.slots_R,
             lengths_N=slots.lengths_N,
             tokens_NL=slots.tokens_NL,
@@ -276,7 +276,7 @@ class Runner:
             lane_tokens=most if has_lanes else 0,
             given_TX=forwarded.given_TX,
         )
-        return Written(lines_RW, drafter.propose(step))
+        return Written(tokens_RW, drafter.propose(step))
 
     def _run(self, rows: StepRows, lane_tokens: int = 0) -> tuple[Forwarded, str]:
         """Replay a graph if one fits, else run eagerly. Return the mode: FULL, PIECEWISE or NONE.

@@ -37,10 +37,10 @@ class BadWords:
             if not words:
                 continue
             self._widen(len(words), max(map(len, words)))
-            lines = np.full(self.words_NKL.shape[1:], ANY, np.int32)
-            for line, word in zip(lines, words, strict=False):
-                line[-len(word) :] = word
-            self.words_NKL[admit.slot] = upload(lines, self.words_NKL.device)
+            padded = np.full(self.words_NKL.shape[1:], ANY, np.int32)
+            for row, word in zip(padded, words, strict=False):
+                row[-len(word) :] = word
+            self.words_NKL[admit.slot] = upload(padded, self.words_NKL.device)
 
     def wanted(self, host_slots: Int32) -> Wanted:
         return self.counts[host_slots] > 0

@@ -32,18 +32,18 @@ def indices(wanted: npt.NDArray[np.bool_], device: torch.device) -> Tensor:
 
 
 class Columns:
-    """Structured array with one record per slot, which is sent as a whole.
+    """Structured array with one record per slot, which is sent as a whole. The last is padding.
 
     The device tensors never move, so a CUDA graph may read them. Records start as zeros; that of
     the padding slot stays zero.
     """
 
-    def __init__(self, fields: Fields, num_lines: int, device: torch.device) -> None:
-        line = np.dtype([("slot", "i8"), *fields], align=True)
-        self.host = np.zeros(num_lines, line)
-        self.host["slot"] = np.arange(num_lines)
+    def __init__(self, fields: Fields, num_slots: int, device: torch.device) -> None:
+        record = np.dtype([("slot", "i8"), *fields], align=True)
+        self.host = np.zeros(num_slots, record)
+        self.host["slot"] = np.arange(num_slots)
         self._words_NX = torch.zeros(
-            num_lines, line.itemsize // 4, dtype=torch.int32, device=device
+            num_slots, record.itemsize // 4, dtype=torch.int32, device=device
         )
 
     def on_device(self, name: str) -> Tensor:
@@ -52,8 +52,8 @@ class Columns:
 
     def send(self, slots: Int32) -> None:
         """Copy the records of these slots to the device."""
-        lines = self.host[slots].view(np.int32).reshape(len(slots), -1)
-        sent_RX = upload(lines, self._words_NX.device)
+        records = self.host[slots].view(np.int32).reshape(len(slots), -1)
+        sent_RX = upload(records, self._words_NX.device)
         self._words_NX.index_copy_(0, self._view(sent_RX, "slot"), sent_RX)
 
     def _view(self, words_NX: Tensor, name: str) -> Tensor:
@@ -67,14 +67,16 @@ class Columns:
 class TokenLists:
     """A list of tokens per slot, with a number for each. K is the longest list so far.
 
+    `num_slots` includes the padding slot.
+
     Unused entries are token 0 with the number 0, which has no effect in a sum.
     """
 
-    def __init__(self, num_lines: int, shard: Shard, device: torch.device) -> None:
+    def __init__(self, num_slots: int, shard: Shard, device: torch.device) -> None:
         self.shard = shard
-        self.lengths = np.zeros(num_lines, np.int32)  # on the host
-        self.tokens_NK = torch.zeros(num_lines, 0, dtype=torch.int32, device=device)
-        self.values_NK = torch.zeros(num_lines, 0, dtype=torch.float32, device=device)
+        self.lengths = np.zeros(num_slots, np.int32)  # on the host
+        self.tokens_NK = torch.zeros(num_slots, 0, dtype=torch.int32, device=device)
+        self.values_NK = torch.zeros(num_slots, 0, dtype=torch.float32, device=device)
 
     def put(self, admits: Sequence[Admit], lists: Sequence[dict[int, float]]) -> None:
         """Replace the lists of slots. Tokens outside the vocabulary are dropped."""
@@ -88,13 +90,13 @@ class TokenLists:
             return
         self._widen(int(lengths.max()))
         width = self.tokens_NK.shape[1]
-        lines = np.zeros((len(changed), 1 + 2 * width), np.int32)
-        lines[:, 0] = slots[changed]
-        values: npt.NDArray[np.float32] = lines[:, 1 + width :].view(np.float32)
-        for line, at in enumerate(changed):
-            lines[line, 1 : 1 + lengths[at]] = list(kept[at])
-            values[line, : lengths[at]] = list(kept[at].values())
-        sent_RX = upload(lines, self.tokens_NK.device)
+        records = np.zeros((len(changed), 1 + 2 * width), np.int32)
+        records[:, 0] = slots[changed]
+        values: npt.NDArray[np.float32] = records[:, 1 + width :].view(np.float32)
+        for nth, at in enumerate(changed):
+            records[nth, 1 : 1 + lengths[at]] = list(kept[at])
+            values[nth, : lengths[at]] = list(kept[at].values())
+        sent_RX = upload(records, self.tokens_NK.device)
         slots_R = sent_RX[:, 0].long()
         self.tokens_NK.index_copy_(0, slots_R, sent_RX[:, 1 : 1 + width])
         self.values_NK.index_copy_(0, slots_R, sent_RX[:, 1 + width :].view(torch.float32))

@@ -37,12 +37,12 @@ class Penalties:
 
     def admit(self, admits: Sequence[Admit]) -> None:
         for admit in admits:
-            sampling, line = admit.sampling, self.host[admit.slot]
-            line["repetition"] = max(sampling.repetition_penalty, MIN_REPETITION_PENALTY)
-            line["presence"] = sampling.presence_penalty
-            line["frequency"] = sampling.frequency_penalty
+            sampling, record = admit.sampling, self.host[admit.slot]
+            record["repetition"] = max(sampling.repetition_penalty, MIN_REPETITION_PENALTY)
+            record["presence"] = sampling.presence_penalty
+            record["frequency"] = sampling.frequency_penalty
             additive = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-            line["penalised"] = additive or sampling.repetition_penalty != 1
+            record["penalised"] = additive or sampling.repetition_penalty != 1
 
     def wanted(self, host_slots: Int32) -> Wanted:
         return self.host["penalised"][host_slots]
@@ -55,21 +55,21 @@ class Penalties:
         index_L = torch.arange(tokens_WL.shape[1], device=tokens_WL.device)
         columns_WL, known_WL = self.shard.own(tokens_WL, index_L < lengths_W1)
         output_WL = known_WL & (index_L >= prompts_W1)
-        logits_X, lines_W1 = logits_SV.view(-1), at_W[:, None] * logits_SV.shape[1]
+        logits_X, starts_W1 = logits_SV.view(-1), at_W[:, None] * logits_SV.shape[1]
 
-        at_X, some_X = places(lines_W1, columns_WL, known_WL)
+        at_X, some_X = places(starts_W1, columns_WL, known_WL)
         factors_X = self.repetition_N[slots_W, None].expand_as(tokens_WL).flatten()
         factors_X = factors_X.where(some_X, 1.0)
         old_X = logits_X[at_X]
         logits_X[at_X] = torch.where(old_X > 0, old_X / factors_X, old_X * factors_X)
 
-        at_X, some_X = places(lines_W1, columns_WL, output_WL)
+        at_X, some_X = places(starts_W1, columns_WL, output_WL)
         logits_X.scatter_add_(0, at_X, (output_WL * -self.frequency_N[slots_W, None]).flatten())
         presence_X = self.presence_N[slots_W, None].expand_as(tokens_WL).flatten()
         logits_X[at_X] = logits_X[at_X] - presence_X.where(some_X, 0.0)
 
 
-def places(lines_W1: Tensor, columns_WL: Tensor, is_meant_WL: Tensor) -> tuple[Tensor, Tensor]:
+def places(starts_W1: Tensor, columns_WL: Tensor, is_meant_WL: Tensor) -> tuple[Tensor, Tensor]:
     """Return flat indices of the selected tokens' logits, and whether their row has any.
 
     Entries that are not selected repeat a selected one of their row. All entries of one index then
@@ -78,5 +78,5 @@ def places(lines_W1: Tensor, columns_WL: Tensor, is_meant_WL: Tensor) -> tuple[T
     """
     meant_WL = columns_WL.where(is_meant_WL, -1)
     one_W1 = meant_WL.amax(1, keepdim=True)
-    at_WL = lines_W1 + torch.where(is_meant_WL, columns_WL, one_W1.clamp(min=0))
+    at_WL = starts_W1 + torch.where(is_meant_WL, columns_WL, one_W1.clamp(min=0))
     return at_WL.flatten(), (one_W1 >= 0).expand_as(at_WL).flatten()

@@ -68,10 +68,10 @@ class Sampler:
     def write(self, admits: Sequence[Admit]) -> None:
         """Write the requests' parameters on the host. Raise if a feature rejects one."""
         for admit in admits:
-            heat, line = admit.sampling.temperature, self.columns.host[admit.slot]
-            line["seed"] = admit.sampling.seed
-            line["inverse_temperature"] = (
-                min(1 / heat, MAX_INVERSE_TEMPERATURE) if heat > 0 else 0.0
+            temperature, record = admit.sampling.temperature, self.columns.host[admit.slot]
+            record["seed"] = admit.sampling.seed
+            record["inverse_temperature"] = (
+                min(1 / temperature, MAX_INVERSE_TEMPERATURE) if temperature > 0 else 0.0
             )
         for feature in self.features:
             feature.admit(admits)

@@ -31,17 +31,17 @@ class Truncation:
 
     def admit(self, admits: Sequence[Admit]) -> None:
         for admit in admits:
-            sampling, line = admit.sampling, self.host[admit.slot]
+            sampling, record = admit.sampling, self.host[admit.slot]
             # The largest logit passes every truncation, so a greedy row needs none.
             on = sampling.temperature > 0 and (
                 sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
             )
-            line["truncated"] = on
-            line["top_k"] = min(max(sampling.top_k, 0), self.vocab_size) if on else 0
-            line["top_p"] = sampling.top_p if on else 1.0
+            record["truncated"] = on
+            record["top_k"] = min(max(sampling.top_k, 0), self.vocab_size) if on else 0
+            record["top_p"] = sampling.top_p if on else 1.0
             # p >= min_p * max(p), in terms of logits.
             narrow = on and sampling.min_p > 0
-            line["min_p_gap"] = (
+            record["min_p_gap"] = (
                 sampling.temperature * math.log(sampling.min_p) if narrow else -math.inf
             )
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from msgspec.structs import replace as with_fields
+from msgspec.structs import replace as replace_struct
 
 from nanovllm.checkpoint import weight_files
 from nanovllm.config import Config, ConfigError
@@ -33,7 +33,7 @@ class MtpLoader:
         self.spec = mtp_of(config, target)
         family = read_model_config(config)[0]
         group = family.cache_layout(self.spec.config, mesh, element_bytes).paged[0]
-        self.layout = CacheLayout((with_fields(group, layers=(0,)),))
+        self.layout = CacheLayout((replace_struct(group, layers=(0,)),))
         self.fp8_shape = span_of_vocabulary(mesh, target.vocab_size).count, target.hidden_size
 
     def empty(self, target: Decoder, ops: Ops, max_tokens: int, *, fp8: bool = False) -> MtpHead:
@@ -88,5 +88,5 @@ def with_stored_types(spec: MtpSpec, dtypes: dict[str, str], *, is_made: bool) -
         for name, dtype in dtypes.items()
         if name.endswith(".weight") and dtype in FLOATS
     )
-    stored = with_fields(quantised, modules_to_not_convert=floats, ignored_layers=None)
-    return replace(spec, config=with_fields(spec.config, quantization_config=stored))
+    stored = replace_struct(quantised, modules_to_not_convert=floats, ignored_layers=None)
+    return replace(spec, config=replace_struct(spec.config, quantization_config=stored))

@@ -33,13 +33,13 @@ class Synthetic:
         self.accept: tuple[Tensor, Tensor] | None = coins(accept, seeds_N)
         self._steps_D = torch.arange(1, tokens + 1, device=device)
         positions_PD = torch.arange(PERIOD, device=device)[:, None] + self._steps_D
-        lines_PD = positions_PD % PERIOD * 7919 % (vocab_size - 1) + 1
+        drafts_PD = positions_PD % PERIOD * 7919 % (vocab_size - 1) + 1
         # Indexed by the position of the latest token.
-        self._lines_PX = functional.pad(lines_PD, (1, 0), value=tokens).to(torch.int32)
+        self._drafts_PX = functional.pad(drafts_PD, (1, 0), value=tokens).to(torch.int32)
 
     def propose(self, step: DraftStep) -> Tensor:
         slots_R, newest_R = step.slots_R, step.lengths_N[step.slots_R]
-        drafts_RX = self._lines_PX[newest_R % PERIOD]
+        drafts_RX = self._drafts_PX[newest_R % PERIOD]
         step.tokens_NL[slots_R[:, None], newest_R[:, None] + self._steps_D] = drafts_RX[:, 1:]
         step.tokens_NL[-1].zero_()
         return drafts_RX

@@ -119,16 +119,16 @@ def test_what_comes_out_has_the_given_shares() -> None:
     drawn_S = torch.full((4 * num_rows,), 49)
     samples_R1 = torch.arange(num_rows + 1) * 4
     lengths_R = lengths_N[:-1] + 4
-    lines_RW = write_back(
+    tokens_RW = write_back(
         slots_R, lengths_R, samples_R1, drawn_S, lengths_N, tokens_NL, 4, drafter.accept
     )
-    counts_R = (lines_RW >= 0).sum(1)
+    counts_R = (tokens_RW >= 0).sum(1)
     assert torch.equal(lengths_N[:-1].long(), 7 + counts_R)
     for j, share in enumerate(accept):
         error = (share * (1 - share) / num_rows) ** 0.5
         is_out_R = counts_R > j + 1
         assert abs(is_out_R.float().mean().item() - share) < 5 * error
-        assert torch.equal(lines_RW[is_out_R, j], drafts_RX[is_out_R, 1 + j])
+        assert torch.equal(tokens_RW[is_out_R, j], drafts_RX[is_out_R, 1 + j])
 
 
 def test_an_unknown_method_is_refused() -> None:

@@ -93,22 +93,22 @@ def write_back(
     slots_R: Tensor, lengths_R: Tensor, samples_R1: Tensor | None, tokens_S: Tensor,
     lengths_N: Tensor, tokens_NL: Tensor, width: int, accept: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return lines_RW, the step's output tokens, as batch_reference.write_back describes."""
+    """Return tokens_RW, the step's output tokens, as batch_reference.write_back describes."""
     num_rows = slots_R.shape[0]
     rates_D, seeds_N = (None, None) if accept is None else accept
-    lines_RW = torch.empty(num_rows, width, dtype=torch.int32, device=slots_R.device)
+    tokens_RW = torch.empty(num_rows, width, dtype=torch.int32, device=slots_R.device)
     write_back_kernel[(triton.cdiv(num_rows, ROWS),)](
-        slots_R, lengths_R, samples_R1, tokens_S, lengths_N, tokens_NL, rates_D, seeds_N, lines_RW,
+        slots_R, lengths_R, samples_R1, tokens_S, lengths_N, tokens_NL, rates_D, seeds_N, tokens_RW,
         num_rows, lengths_N.shape[0] - 1, tokens_NL.shape[1],
         0 if seeds_N is None else seeds_N.stride(0), WIDTH=width,
         STEPS=triton.next_power_of_2(width), BLOCK=ROWS,
     )  # fmt: skip
-    return lines_RW
+    return tokens_RW
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["samples_R1"])
 def write_back_kernel(
-    slots_R, lengths_R, samples_R1, tokens_S, lengths_N, tokens_NL, rates_D, seeds_N, lines_RW,
+    slots_R, lengths_R, samples_R1, tokens_S, lengths_N, tokens_NL, rates_D, seeds_N, tokens_RW,
     num_rows, padding, tokens_stride, seeds_stride, WIDTH: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -145,7 +145,7 @@ def write_back_kernel(
     of_slot = tokens_NL + slot * tokens_stride
     tl.store(lengths_N + slot, length, (slot < padding) & (length > 0))
     tl.store(of_slot + length, tl.maximum(newest, 0), (slot < padding) & (count > 0))
-    at = lines_RW + row[:, None] * WIDTH + step
+    at = tokens_RW + row[:, None] * WIDTH + step
     inside = (row < num_rows)[:, None] & (step < WIDTH)
     tl.store(at, tl.where(step < out[:, None], line, -1), inside)
 
@@ -216,8 +216,8 @@ def write_back_inputs(num_rows: int, width: int, coins: bool, device: torch.devi
     return slots_R, lengths_R, samples_R1, tokens_S, lengths_N, tokens_NL, max(width, 1), accept
 
 
-def written(lines_RW: Tensor, args: Args) -> Tensors:
-    return lines_RW, *args[4:6]
+def written(tokens_RW: Tensor, args: Args) -> Tensors:
+    return tokens_RW, *args[4:6]
 
 
 GATHER_ROWS = Kernel(

@@ -102,7 +102,7 @@ def write_back(
     right_RW &= (drawn_RW >= 0) & (drawn_RW.roll(-1, 1) != CORRUPTED) & (steps_W < counts_R1 - 1)
     num_accepted_R1 = right_RW.long().cumprod(1).sum(1, keepdim=True)  # number of accepted drafts
     out_R1 = (num_accepted_R1 + 1).minimum(counts_R1)  # number of output tokens: these and one draw
-    lines_RW = draft_RW.where(steps_W < num_accepted_R1, drawn_RW).where(steps_W < out_R1, -1)
+    tokens_RW = draft_RW.where(steps_W < num_accepted_R1, drawn_RW).where(steps_W < out_R1, -1)
     newest_R = drawn_RW.take_along_dim(num_accepted_R1, 1)[:, 0].clamp(min=0)
     after_R = (before_R1 + out_R1)[:, 0]
     lengths_N[slots_R.where(lengths_R > 0, padding)] = after_R.to(torch.int32)
@@ -110,4 +110,4 @@ def write_back(
     tokens_NL[drawing_R, after_R.long()] = newest_R.to(torch.int32)
     lengths_N[-1].zero_()
     tokens_NL[-1].zero_()
-    return lines_RW.to(torch.int32)
+    return tokens_RW.to(torch.int32)

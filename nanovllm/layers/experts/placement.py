@@ -46,6 +46,6 @@ class ExpertPlaces:
             self.copies_EX = torch.tensor(turns, dtype=torch.int32, device=tokens_X.device)
 
     def placed(self, slot_mapping_T: Tensor) -> Placed:
-        """Return the placement for tokens with these slot mappings. `count` must come before."""
+        """Return the placement for tokens with these slot mappings. Call `count` first."""
         assert self.tokens_X is not None
         return Placed(slot_mapping_T, self.tokens_X, self.copies_EX)

@@ -186,7 +186,7 @@ def write_back(
     if draws is not None:
         samples_R1 = int32([sum(map(len, draws[:r])) for r in range(len(draws) + 1)])
     lengths_N, tokens_NL, _ = state.tensors()
-    lines_RW = TESTED.write_back(
+    tokens_RW = TESTED.write_back(
         torch.tensor(slots),
         int32(lengths),
         samples_R1,
@@ -196,8 +196,8 @@ def write_back(
         width,
         accept,
     )
-    assert lines_RW.dtype == torch.int32
-    return lines_RW.tolist(), State(lengths_N.tolist(), tokens_NL.tolist(), state.pages)
+    assert tokens_RW.dtype == torch.int32
+    return tokens_RW.tolist(), State(lengths_N.tolist(), tokens_NL.tolist(), state.pages)
 
 
 @EXAMPLES
@@ -306,7 +306,7 @@ def test_coins_fall_at_the_given_rates_and_apart_from_the_draws() -> None:
     lengths_N = torch.zeros(num_rows + 1, dtype=torch.int32)
     tokens_NL = torch.full((num_rows + 1, 6), 7, dtype=torch.int32)
     seeds_N = torch.arange(2 * (num_rows + 1))[::2]
-    lines_RW, of_column_RW = (
+    tokens_RW, of_column_RW = (
         TESTED.write_back(
             slots_R,
             lengths_R,
@@ -319,8 +319,8 @@ def test_coins_fall_at_the_given_rates_and_apart_from_the_draws() -> None:
         )
         for seeds in (seeds_N.contiguous(), seeds_N)
     )
-    assert torch.equal(lines_RW, of_column_RW)
-    accepted_R = (lines_RW == 7).sum(1)
+    assert torch.equal(tokens_RW, of_column_RW)
+    accepted_R = (tokens_RW == 7).sum(1)
     assert (lengths_N[:-1] == 2 + accepted_R).all()
     for at_least, share in ((1, 0.75), (2, 0.375)):
         error = (share * (1 - share) / num_rows) ** 0.5
