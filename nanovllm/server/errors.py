@@ -60,7 +60,7 @@ def bad_value(param: str, requirement: str, value: object) -> ApiError:
     A null counts as missing.
     """
     if value is None:
-        return misplaced(param, f"is missing or null; it must be {requirement}")
+        return invalid_field(param, f"is missing or null; it must be {requirement}")
     shown = shortened(repr(value), MAX_VALUE_CHARS)
     return invalid_field(param, f"must be {requirement}, not {shown}")
 
