@@ -70,8 +70,7 @@ def run(
         event_loop = cast(Any, asyncio.get_running_loop())
         on_engine_lost(partial(event_loop.call_soon_threadsafe, engines.end))
         sys.setswitchinterval(SWITCH_S)
-        served = served_model(config, engines, worker)
-        counts = HttpCounts()
+        served, counts = served_model(config, engines, worker), HttpCounts()
         with (
             ThreadPoolExecutor(NUM_THREADS, "prompt") as threads,
             LargeBodies(config, engines.ready) as large,
