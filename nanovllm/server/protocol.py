@@ -28,8 +28,9 @@ from nanovllm.server.errors import (
 )
 from nanovllm.server.parsers.base import FUNCTION_NAME
 from nanovllm.server.ranges import Range, check_biases, check_token_ids, ranges
+from nanovllm.server.thinking import EFFORTS, ThinkingFields, read_thinking
 from nanovllm.server.tool_choice import ToolChoice, tool_choice
-from nanovllm.server.unsupported import Unsupported, check_structure, check_unsupported, unsupported
+from nanovllm.server.unsupported import check_structure, check_unsupported, unsupported
 from nanovllm.transfer.params import PLAIN, TransferParams, parse_params
 
 MAX_STOPS = 16
@@ -39,7 +40,6 @@ WIDEST = ranges(1 << 24, raise_priority=False)  # no server has a longer context
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 128, 128
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra")
 # Content parts with a `text`. vLLM also accepts the last two, which are of OpenAI's responses.
 TEXT_PARTS = ("text", "input_text", "output_text")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -91,7 +91,7 @@ class StreamOptions(Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class ChatRequest(Unsupported, frozen=True, kw_only=True, dict=True):
+class ChatRequest(ThinkingFields, frozen=True, kw_only=True, dict=True):
     messages: list[ChatMessage]
     model: str | None = None
     max_tokens: int | None = None
@@ -111,7 +111,6 @@ class ChatRequest(Unsupported, frozen=True, kw_only=True, dict=True):
     response_format: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    reasoning_effort: str | None = None
     # extensions
     top_k: int | None = None
     min_p: float | None = None
@@ -123,20 +122,17 @@ class ChatRequest(Unsupported, frozen=True, kw_only=True, dict=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
     user: str | None = None  # with several engines, a user's requests go to the same one
     priority: int | None = None
     request_id: str | None = None
     parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     stream_interval: int | None = None
     structured_outputs: dict[str, Any] | None = None
-    thinking_token_budget: int | None = None
     kv_transfer_params: Any = None  # of routers between prefill and decode servers
 
     @property
@@ -257,6 +253,7 @@ def parse_request(
     if request.model not in (None, *names) and request.model not in paths:
         raise unknown_model(str(request.model), names)
     check_unsupported(request)
+    request = read_thinking(request)
     for field, limits in allowed.items():
         if (value := getattr(request, field)) is not None and not limits.holds(value):
             raise bad_value(field, str(limits), value)

@@ -15,7 +15,6 @@ from msgspec import Struct, structs
 from nanovllm.server.errors import ApiError
 
 STRUCTURED = "use structured_outputs"
-THINKING = "use reasoning_effort or chat_template_kwargs"
 INSTEAD = {
     "add_special_tokens": "the chat template writes them",
     "audio": "answers are text",
@@ -24,7 +23,6 @@ INSTEAD = {
     "custom_logit_processor": "use logit_bias, bad_words or allowed_token_ids",
     "documents": "pass them in chat_template_kwargs",
     "ebnf": STRUCTURED,
-    "enable_thinking": THINKING,
     "function_call": "use tool_choice",
     "functions": "use tools",
     "grammar": STRUCTURED,
@@ -36,23 +34,17 @@ INSTEAD = {
     "logits_processors": "use logit_bias, bad_words or allowed_token_ids",
     "lora_path": "use model, with the name of an adapter",
     "modalities": "answers are text",
-    "reasoning": "use reasoning_effort",
     "regex": STRUCTURED,
     "stop_regex": "use stop",
     "structural_tag": STRUCTURED,
-    "thinking": THINKING,
-    "thinking_budget": "use thinking_token_budget",
     "truncate_prompt_tokens": "prompts are never truncated",
 }
 
-FALSE_COUNTS = ("enable_thinking",)  # a false changes the answer as well
 STRUCTURE = ("whitespace_pattern", "disable_additional_properties")  # of structured_outputs
 
 
 class Unsupported(Struct, frozen=True, kw_only=True):
-    """Fields that are refused. Null, empty values, a field's default, and false except in
-    FALSE_COUNTS are accepted.
-    """
+    """Fields that are refused. Null, false, empty values and a field's default are accepted."""
 
     add_special_tokens: Any = False
     audio: Any = None
@@ -62,7 +54,6 @@ class Unsupported(Struct, frozen=True, kw_only=True):
     documents: Any = None
     ebnf: Any = None
     echo: Any = False
-    enable_thinking: Any = None
     function_call: Any = "none"
     functions: Any = None
     grammar: Any = None
@@ -78,13 +69,10 @@ class Unsupported(Struct, frozen=True, kw_only=True):
     mm_processor_kwargs: Any = None
     modalities: Any = msgspec.field(default_factory=lambda: ["text"])
     prompt_logprobs: Any = None
-    reasoning: Any = None
     regex: Any = None
     repetition_detection: Any = None
     stop_regex: Any = None
     structural_tag: Any = None
-    thinking: Any = None
-    thinking_budget: Any = None
     truncate_prompt_tokens: Any = None
     use_beam_search: Any = False
     vllm_xargs: Any = None
@@ -97,9 +85,7 @@ def check_unsupported(request: Unsupported) -> None:
     """Raise ApiError if an unsupported field has an effective value."""
     for field, default in DEFAULTS.items():
         value = getattr(request, field)
-        if value is False and field not in FALSE_COUNTS:
-            continue
-        if value is not None and value not in (default, [], {}, ""):
+        if value is not None and value is not False and value not in (default, [], {}, ""):
             raise unsupported(field, INSTEAD.get(field, ""))
 
 
