@@ -253,10 +253,10 @@ def parse_request(
     if request.model not in (None, *names) and request.model not in paths:
         raise unknown_model(str(request.model), names)
     check_unsupported(request)
-    request = read_thinking(request)
     for field, limits in allowed.items():
         if (value := getattr(request, field)) is not None and not limits.holds(value):
             raise bad_value(field, str(limits), value)
+    request = read_thinking(request)
     _check_messages(request.messages)
     _check_continuation(request)
     _check_sampling(request)

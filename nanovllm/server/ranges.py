@@ -37,6 +37,7 @@ class Range(Struct, frozen=True):
         return f"{begin} {self.high}{self.note}"
 
 
+BUDGET = Range(-1, INT32)  # of tokens of reasoning; -1: no limit
 SAMPLING = {  # fields for which generation_config.json may have defaults
     "temperature": Range(0, 2),
     "top_p": Range(0, 1, open=True),
@@ -66,7 +67,8 @@ def ranges(context: int, *, raise_priority: bool, max_queue: int = MAX_CHOICES) 
         "seed": Range(-INT64 - 1, INT64, note=" (64 bits)"),
         "priority": Range(MOST_URGENT, INT32) if raise_priority else priorities,
         "stream_interval": Range(1, INT32),
-        "thinking_token_budget": Range(-1, INT32),
+        "thinking_token_budget": BUDGET,
+        "thinking_budget": BUDGET,
     }
 
 

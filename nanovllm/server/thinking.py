@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from msgspec import Struct, structs
 
 from nanovllm.server.errors import bad_value
+from nanovllm.server.ranges import BUDGET
 from nanovllm.server.unsupported import Unsupported
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra")
@@ -68,6 +69,12 @@ def read_thinking(request: Request) -> Request:
         raise bad_value("thinking.type", f"one of {', '.join(SWITCHES)}", thinking.type)
     if reasoning.effort not in (None, *EFFORTS):
         raise bad_value("reasoning.effort", f"one of {', '.join(EFFORTS)}", reasoning.effort)
+    for where, most in (
+        ("reasoning.max_tokens", reasoning.max_tokens),
+        ("thinking.budget_tokens", thinking.budget_tokens),
+    ):
+        if most is not None and not BUDGET.holds(most):
+            raise bad_value(where, str(BUDGET), most)
     excluded = None if reasoning.exclude is None else not reasoning.exclude
     template = {
         "enable_thinking": first(request.enable_thinking, is_on, reasoning.enabled),

@@ -52,6 +52,7 @@ OUT_OF_RANGE = {
     "cache_salt": (["", "x" * 129], "1 to 128"),
     "request_id": (["", "a b", "x" * 257, "a\nb"], "1 to 256"),
     "thinking_token_budget": ([-2, 2**31], "between -1 and 2147483647"),
+    "thinking_budget": ([-2, 2**31], "between -1 and 2147483647"),
     "structured_outputs": ([{}, {"regex": "a", "choice": ["b"]}], "exactly one of json, regex"),
     "tool_choice": (["required", "auto", "x"], "tool_choice must be"),
     "stream_options": ([{}, {"include_usage": True}], "unless stream is true"),

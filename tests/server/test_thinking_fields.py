@@ -57,7 +57,10 @@ def test_fields_of_other_servers(fields, effort, budget, includes, template) -> 
         ({"thinking_budget": "5"}, "thinking_budget", "int"),
         ({"thinking": {"budget_tokens": 1.5}}, "thinking.budget_tokens", "int"),
         ({"reasoning": "low"}, "reasoning", "object"),
-        ({"thinking_budget": -2}, "thinking_token_budget", "must be"),
+        ({"thinking_budget": -2}, "thinking_budget", "must be"),
+        ({"reasoning": {"max_tokens": -2}}, "reasoning.max_tokens", "must be"),
+        ({"thinking": {"budget_tokens": 2**31}}, "thinking.budget_tokens", "must be"),
+        ({"thinking": {"budget_tokens": 10**30}}, "thinking.budget_tokens", ""),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_field(fields, param: str, message: str) -> None:
