@@ -63,7 +63,7 @@ class PeersAndDisk:
         self.writable.note_rank(rank, availability)
 
     def page_counts(self) -> dict[str, float]:
-        """Return the number of pages on the disk, and of those that have room."""
+        """Return how many pages the disk has room for, and how many there are."""
         return self.writable.page_counts()
 
     def keys_of_parts(self, key: Key) -> list[Key]:

@@ -6,7 +6,9 @@ from array import array
 from hashlib import sha256
 
 import numpy as np
+from nanovllm_kernels.adapters import reference
 
+from nanovllm.adapters import section
 from nanovllm.kv.keys import root_key
 from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import AdapterContent, AdapterLoad, StepPlan, StepResult
@@ -24,6 +26,11 @@ def load(slots: AdapterSlots, name: str, rank: int) -> int:
 def taken(slots: AdapterSlots, number: int) -> tuple[int, list[AdapterLoad]]:
     slots.take(number)
     return slots.slot(number), slots.taken_loads()
+
+
+def test_the_scheduler_counts_pages_of_the_kernels_size() -> None:
+    """The scheduler may not import kernels, so both state how many ranks a page holds."""
+    assert section.RANK_PAGE == reference.RANK_PAGE
 
 
 def test_loads_wait_for_the_next_plan_unless_their_adapter_is_forgotten() -> None:
