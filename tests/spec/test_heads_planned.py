@@ -71,19 +71,25 @@ def test_a_head_that_cannot_be_cut_is_one_line(tmp_path: Path) -> None:
     )
 
 
-def test_an_eagle3_head_is_planned_for(tmp_path: Path) -> None:
-    """It has 4 KiB of cache a token, and neither an embedding nor the whole output head."""
+@pytest.mark.parametrize("dtype", ["own", "auto"])
+def test_an_eagle3_head_is_planned_for(dtype: str, tmp_path: Path) -> None:
+    """It has 4 KiB of cache a token, and neither an embedding nor the whole output head.
+
+    With `auto`, its products are in fp8 on an H200, with a scale for each block of 128 x 128.
+    """
     path = tmp_path / "head.json"
     path.write_text(json.dumps(HEAD))
-    speculate = ["speculate.method=eagle3", f"speculate.model={path}"]
+    head = ["speculate.method=eagle3", f"speculate.model={path}"]
+    speculate = [*head, f"speculate.dtype={dtype}"]
     plain = plan_of(load_config("qwen3-8b", [DUMMY]), gpu_of("h200"), 1)
     both = plan_of(load_config("qwen3-8b", [DUMMY, *speculate]), gpu_of("h200"), 1)
     assert both.resolved.layout.bytes_per_token - plain.resolved.layout.bytes_per_token == 4096
     size, inner, heads, kv = 4096, 12_288, 32 * 128, 8 * 128
     products = 3 * size * size + 2 * size * (heads + 2 * kv) + heads * size + 3 * size * inner
-    weights = products + 32_000 * size + 4 * size
-    table = both.resolved.max_model_tokens * 128 * 4  # float32
-    assert both.used[WEIGHTS] - plain.used[WEIGHTS] == 2 * weights + table
+    products += 32_000 * size
+    num_bytes = products + 4 * products // 128**2 if dtype == "auto" else 2 * products
+    norms, table = 2 * 4 * size, both.resolved.max_model_tokens * 128 * 4  # float32
+    assert both.used[WEIGHTS] - plain.used[WEIGHTS] == num_bytes + norms + table
 
 
 @pytest.mark.parametrize(
