@@ -50,12 +50,5 @@ def run_tests(*arguments: str) -> int:
     return pytest.main([*arguments])
 
 
-def run_command(*arguments: str) -> None:
-    """Run `nanovllm ARGUMENTS`."""
-    from nanovllm.cli import main
-
-    main()
-
-
 if INTERPRETED:
     patch_once()
