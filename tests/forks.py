@@ -8,6 +8,7 @@ writes its exit status.
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import json
 import os
@@ -22,6 +23,12 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 MOST_S = 1800
+TORCH = (  # imported in 7 s
+    "httptools", "httpx", "huggingface_hub", "hypothesis.strategies", "jinja2", "msgspec", "numpy",
+    "pandas", "pytest", "tokenizers", "torch._dynamo", "transformers",
+    "transformers.modeling_utils", "transformers.models.auto.modeling_auto", "triton.language",
+    "uvicorn", "uvloop",
+)  # fmt: skip
 
 
 class Forks:
@@ -49,10 +56,14 @@ class Forks:
             status = os.waitstatus_to_exitcode(int(self.process.stdout.readline()))
             return subprocess.CompletedProcess(task, status, said.read_text(), errors.read_text())
 
-    def close(self) -> None:
-        with self.process as process:
-            assert process.stdin is not None
-            process.stdin.close()
+
+@functools.cache
+def with_torch() -> Forks:
+    """Return one process for all tests whose forks import torch with no environment of their own.
+
+    It ends with the process of the tests.
+    """
+    return Forks(*TORCH)
 
 
 def do(

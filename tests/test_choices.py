@@ -5,12 +5,11 @@ from __future__ import annotations
 import compileall
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.forks import Forks
+from tests.forks import with_torch
 
 ROOT = Path(__file__).parents[1]
 REGISTRIES = [
@@ -30,15 +29,6 @@ def test_every_registry_has_choices() -> None:
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    web = "httptools", "httpx", "huggingface_hub", "jinja2", "msgspec", "uvicorn", "uvloop"
-    models = "pandas", "tokenizers", "torch._dynamo", "transformers.models.auto.modeling_auto"
-    forks = Forks(*web, *models, "transformers.modeling_utils", "triton.language")
-    yield forks
-    forks.close()
-
-
-@pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a copy of the project with compiled files, since each copy imports all modules."""
     folder = tmp_path_factory.mktemp("compiled") / "nanovllm"
@@ -48,9 +38,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("registry", "module"), CHOICES, ids=[module for _, module in CHOICES])
-def test_the_rest_works_without(
-    registry: str, module: str, forks: Forks, compiled: Path, tmp_path: Path
-) -> None:
+def test_the_rest_works_without(registry: str, module: str, compiled: Path, tmp_path: Path) -> None:
     shutil.copytree(compiled, tmp_path / "nanovllm")
     (tmp_path / "nanovllm" / "demo").symlink_to(ROOT / "nanovllm" / "demo")
     (tmp_path / f"{module.replace('.', '/')}.py").unlink()
@@ -58,6 +46,6 @@ def test_the_rest_works_without(
     lines = table.read_text()
     table.write_text(ENTRY.sub(lambda m: "" if m[1] == module else m[0], lines))
     assert f'"{module}:' not in table.read_text()
-    done = forks.run("tests.without_choice:main", module, folder=tmp_path)
+    done = with_torch().run("tests.without_choice:main", module, folder=tmp_path)
     assert done.stdout == "all of the rest works\n", done.stdout + done.stderr[-3000:]
     assert done.returncode == 0

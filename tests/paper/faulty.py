@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import sys
@@ -16,18 +15,13 @@ from types import CodeType, ModuleType
 
 import pytest
 
-from tests.forks import Forks
+from tests.forks import with_torch
 from tests.paper.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 # Each process forks from a server with these imports. None of them imports the faulty module.
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(["numpy", "hypothesis", "nanovllm.config", "nanovllm.plan", __name__])
-# Tests that import torch fork from a server that has imported it and transformers, in 7 s.
-TORCH_IMPORTS = (
-    "pytest", "numpy", "hypothesis.strategies", "torch._dynamo", "triton.language", "transformers",
-    "transformers.models.auto.modeling_auto", "transformers.modeling_utils",
-)  # fmt: skip
 EVENTUALLY_S = "2"  # a fault often prevents what a test waits for
 
 
@@ -60,14 +54,9 @@ def run(mutant: Mutant, test: str, output: Path) -> int | None:
 
 def run_with_torch(mutant: Mutant, test: str, output: Path) -> int:
     """Run a test that imports torch with the mutant, as `run` does."""
-    done = torch_forks().run(f"{__name__}:execute_named", mutant.name, test)
+    done = with_torch().run(f"{__name__}:execute_named", mutant.name, test)
     output.write_text(done.stdout + done.stderr)
     return done.returncode
-
-
-@functools.cache
-def torch_forks() -> Forks:
-    return Forks(*TORCH_IMPORTS)
 
 
 def execute_named(name: str, test: str) -> int:
