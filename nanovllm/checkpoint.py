@@ -24,6 +24,8 @@ SUFFIXES = (".json", ".safetensors", ".jinja")  # suffixes of files that are rea
 TEMPLATES = "additional_chat_templates"  # a subfolder
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 LFS = b"version https://git-lfs.github.com/spec/"
+# Fields of a whole model, which precede those of its text model unless they are null.
+WHOLE = "architectures", "eos_token_id", "quantization_config", "tie_word_embeddings"
 MOST_LFS_BYTES = 1024  # maximum size of a pointer file
 
 QUANTISED = re.compile(
@@ -76,11 +78,13 @@ def check_names(names: Collection[str], where: str, base: str | None = None) -> 
 def text_fields(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of config.json that describe the text model, at one level.
 
-    Models with an image encoder have them in `text_config`. A field next to it takes precedence,
-    for example tie_word_embeddings, as in transformers.
+    Models with an image encoder have them in `text_config`. It takes precedence over fields next to
+    it, except over those of WHOLE, as in transformers.
     """
     text = raw.get("text_config")
-    return {**text, **raw} if isinstance(text, dict) else raw
+    if not isinstance(text, dict):
+        return raw
+    return {**raw, **text, **{name: raw[name] for name in WHOLE if raw.get(name) is not None}}
 
 
 def no_config(where: str) -> ConfigError:

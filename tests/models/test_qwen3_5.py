@@ -188,6 +188,25 @@ def test_fields_of_the_text_model_are_read_everywhere(tmp_path: Path) -> None:
     assert divides(fields, 2, 2) and not divides(fields, 4, 4)
 
 
+def test_fields_next_to_the_text_model_do_not_replace_its_own(tmp_path: Path) -> None:
+    """transformers builds the text model from `text_config` alone, but ties as the whole does."""
+    make_wrapped(tmp_path, "qwen3_5_moe", eos_token_id=7)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    stale = dict(rms_norm_eps=0.5, num_experts_per_tok=1, head_dim=8, eos_token_id=None)
+    raw["text_config"] |= dict(architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True)
+    path.write_text(json.dumps({**raw, **stale}))
+    assert read(path, EosFields) == EosFields(7, 200)
+    family, config = read_model_config(config_of(tmp_path))
+    assert family.__name__ == "Qwen35Moe"
+    assert not config.tie_word_embeddings
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = [theirs(prompt[None]).logits[0] for prompt in prompts()]
+    steps = Steps(tmp_path, load(tmp_path), prompts(), Mesh())
+    assert_equal_logits(our_logits(steps, SCHEDULES["whole"]), expected, "qwen3_5_moe")
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
