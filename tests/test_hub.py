@@ -216,6 +216,7 @@ def test_folders_are_refused_as_fast(tmp_path) -> None:
         ("tokenizer.json", "Metaspace", "tokenizer.json: the decoder must be ByteLevel"),
         ("chat_template.jinja", None, "has no chat template"),
         ("chat_template.jinja", "{% if %}", "the chat template in "),
+        ("chat_template.jinja", "", "/model is empty"),
         ("generation_config.json", '{"eos_token_id": "x"}', "generation_config.json: "),
         (
             "generation_config.json",

@@ -56,6 +56,8 @@ def _sources(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     if DEFAULT not in sources:
         names = ", ".join(sorted(sources))
         raise ConfigError(f"{folder} has chat templates ({names}), but none is named {DEFAULT}")
+    if not sources[DEFAULT].strip():
+        raise ConfigError(f"the chat template in {folder} is empty")
     return sources
 
 

@@ -457,6 +457,7 @@ def test_templates_are_found_where_checkpoints_keep_them(tmp_path) -> None:
         ("tokenizer_config.json", "[]", "must hold an object"),
         ("tokenizer_config.json", "{", "is not JSON"),
         ("chat_template.jinja", "{% if %}", "chat template in .* is broken"),
+        ("chat_template.jinja", "", "chat template in .* is empty"),
     ],
 )
 def test_broken_files_are_named(tmp_path, name, text, message) -> None:
