@@ -207,16 +207,16 @@ def part(rows_NX: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return rows_NX.view(dtype)[:, : prod(shape)].view(len(rows_NX), *shape)
 
 
-def pin(tensor: Tensor, owner: object, key: str) -> None:
+def pin(tensor: Tensor, owner: object, key: str, whole: str = "") -> None:
     """Pin the memory until the owner is deleted. Raise ConfigError with CUDA's error if it fails.
 
-    `key` is the recipe key that sets its size.
+    `key` is the recipe key that sets its size. `whole` is text about all memory of the key.
     torch's own pinned allocations may be rounded up to a power of two.
     """
     cuda, address = torch.cuda.cudart(), tensor.data_ptr()
     error = cuda.cudaHostRegister(address, tensor.nbytes, 0)
     if error != cuda.cudaError.success:
-        amount = f"{key}: {tensor.nbytes / 2**30:.1f} GiB of pinned memory"
+        amount = f"{key}: {tensor.nbytes / 2**30:.1f} GiB of pinned memory{whole}"
         raise ConfigError(f"{amount}: {torch.cuda.CudaError(int(error))}")
     finalize(owner, cuda.cudaHostUnregister, address)
 

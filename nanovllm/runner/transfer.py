@@ -73,15 +73,17 @@ class HostPages:
         self.state_parts = -(-state_bytes // self.page_bytes)
         self._per_piece = max(1, PIECE_BYTES // self.page_bytes)
         self._pieces: list[Tensor] = []
+        gib = num_slots * self.page_bytes / 2**30
+        whole = f" (of {num_slots:,} pages x {self.page_bytes:,} bytes = {gib:.1f} GiB)"
         for first in range(0, num_slots, self._per_piece):
             count = min(self._per_piece, num_slots - first)
             try:
                 piece = torch.zeros(count, self.page_bytes, dtype=torch.uint8)
             except RuntimeError as error:
-                size = f"{count * self.page_bytes / 2**30:.1f} GiB"
+                size = f"{count * self.page_bytes / 2**30:.1f} GiB{whole}"
                 raise ConfigError(f"cache.host_gib: cannot allocate {size}: {error}") from None
             if self.device.type == "cuda":
-                pin(piece, self, "cache.host_gib")
+                pin(piece, self, "cache.host_gib", whole)
             self._pieces.append(piece)
 
     @property

@@ -124,6 +124,8 @@ def test_memory_is_pinned_as_long_as_its_owner_lives(monkeypatch: pytest.MonkeyP
         ConfigError, match=r"^cache.host_gib: 0.0 GiB of pinned memory: out of memory\(2\)$"
     ):
         pin(rows_NX, Owner(), key)
+    with pytest.raises(ConfigError, match=r"0.0 GiB of pinned memory \(of 2 x 9\): out of memory"):
+        pin(rows_NX, Owner(), key, " (of 2 x 9)")
     assert len(asked) == 2
 
 

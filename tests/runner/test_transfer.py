@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -302,6 +303,52 @@ def test_a_slot_has_all_layers_of_its_page_and_nothing_else() -> None:
     mover.move(Moves([2], [Copies(3, [(1, 1)])], []))
     eventually(lambda: woken)
     assert [one.ticket for one in mover.moved()] == [3]
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_memory_that_cannot_be_had_is_one_line_with_the_arithmetic(
+    is_pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of three pieces of memory cannot be allocated, or not be pinned."""
+    layout = CacheLayout((PagedGroup((0,), 2, 128, 128, 4),))  # 2,048 bytes per token
+    caches = make_caches(layout, 5, 4, torch.float32, device=torch.device("cpu"))
+    pieces, real = list[torch.Tensor](), torch.zeros
+
+    def zeros(count: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        pieces.append(real(count, size, dtype=dtype))
+        if not is_pinned and len(pieces) == 2:
+            raise RuntimeError("not enough memory")
+        return pieces[-1]
+
+    cuda = SimpleNamespace(
+        cudaHostRegister=lambda *args: 2 * (len(pieces) == 2),
+        cudaHostUnregister=lambda address: None,
+        cudaError=SimpleNamespace(success=0),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "CudaError", lambda code: f"out of memory({code})")
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr("nanovllm.runner.transfer.PIECE_BYTES", 1 << 27)
+    whole = r"\(of 40,000 pages x 8,192 bytes = 0.3 GiB\)"
+    line = rf"cannot allocate 0.1 GiB {whole}: not enough memory"
+    if is_pinned:
+        line = rf"0.1 GiB of pinned memory {whole}: out of memory\(2\)"
+        caches = SimpleNamespace(tensors=[OnGpu(tensor) for tensor in caches.tensors])
+    with pytest.raises(ConfigError, match=f"^cache.host_gib: {line}$"):
+        HostPages(caches, 40_000)
+
+
+class OnGpu:
+    """A tensor whose device is a GPU by name."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self.device = tensor, torch.device("cuda")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
+
+    def __getitem__(self, at: Any) -> torch.Tensor:
+        return self._tensor[at]
 
 
 def test_a_transfer_that_starts_while_its_thread_fails_is_an_error() -> None:
