@@ -23,6 +23,7 @@ from nanovllm.kv.memory import KVMemory
 from nanovllm.parallel.places import Place
 from nanovllm.plan import Masks
 from nanovllm.sched.scheduler import Scheduler
+from nanovllm.transfer.leases import Lease
 from nanovllm.wire import (
     Abort,
     FinishReason,
@@ -219,6 +220,22 @@ def test_a_killed_compiler_is_one_refused_request(running, tmp_path) -> None:
     running.say(asked(3, f"log {log}"))
     running.hear(3)
     assert running.finished == dict.fromkeys((2, 3), FinishReason.LENGTH)
+
+
+def test_an_engine_that_waits_for_leased_pages_does_not_spin(running) -> None:
+    """The lease's thread wakes it, and the request starts."""
+    pages = running.engine.scheduler.memory.pool.take(63)
+    real, steps = running.engine.loop.step, list[float]()
+    running.engine.loop.step = lambda: (steps.append(time.monotonic()), real())
+    running.say(asked(1))
+    while not steps or time.monotonic() - steps[-1] < 0.3:  # never true of a loop that spins
+        assert len(steps) < 20
+        time.sleep(0.01)
+    running.engine.lease_ended(
+        Lease(generation=1, request="1", pages=tuple(pages), expires=0.0, last_end=0.0)
+    )
+    running.hear(1)
+    assert running.tokens == {1: SENTENCE}
 
 
 def test_nothing_stays_when_the_engine_stops(tmp_path) -> None:
