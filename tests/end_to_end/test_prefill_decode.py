@@ -270,3 +270,50 @@ def test_servers_with_other_numbers_of_ranks(ranks: tuple[int, int]) -> None:
                 for pid in [*server.children(), server.process.pid]:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
+
+
+def test_servers_with_several_engines() -> None:
+    """Each engine of D reads from each of P. A lost engine of P costs no request."""
+    listen, peers = pair_of_ports()
+    p = start(
+        *SMALL, "--dp", "2", "--role", "prefill", "--set", f"transfer.listen={listen}",
+        environment=SECRET,
+    )  # fmt: skip
+    d = start(
+        *SMALL, "--dp", "2", "--role", "decode", "--set", f"transfer.peers=[{','.join(peers)}]",
+        "--set", "cache.host_gib=0.05", environment=SECRET,
+    )  # fmt: skip
+    servers = Servers(p, d)
+    try:
+        eventually(lambda: servers.connections() == 4)
+        engines = set()
+        for number in range(6):
+            body = question(f"Nr {number}") | {"cache_salt": f"salt {number}"}
+            params = servers.prefill(body)
+            assert params is not None
+            engines.add(params["remote_engine_id"])
+            text, cached = servers.decode(body, params)
+            assert cached == params["remote_num_tokens"] >= 112 and text == alone(servers, body)
+        assert len(engines) == 2 and not servers.warnings()
+        last = question("last")
+        params = servers.prefill(last)
+        os.kill(
+            next(pid for pid in p.children() if name_of(pid).startswith("nanovllm-engin")),
+            signal.SIGKILL,
+        )
+        for number in range(4):
+            body = question(f"after {number}")
+            assert servers.decode(body, servers.prefill(body))[0] == alone(servers, body)
+        assert servers.decode(last, params)[0] == alone(servers, last)
+    finally:
+        for server in (p, d):
+            server.stop()
+
+
+def pair_of_ports() -> tuple[str, list[str]]:
+    """Return the address of the first of two free ports, and both addresses."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            port = sock.getsockname()[1]
+            with suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
+                return f"127.0.0.1:{port}", [f"127.0.0.1:{port + at}" for at in range(2)]
