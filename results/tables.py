@@ -22,6 +22,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
@@ -45,7 +46,11 @@ SHORT = {
 FORMATS = {"duration_s": ".3f", "start_to_ready_s": ".0f"}  # others: three digits or more
 FORMAT = re.compile(r"(.+) (,?\.\d[f%])")
 
-Value = tuple[float, str]  # a number and the name of its metric
+
+class Value(NamedTuple):
+    number: float
+    metric: str
+    gpu: str  # kind of the machine's GPU
 
 
 def value_of(result: Record, metric: str) -> float:
@@ -96,27 +101,35 @@ class Row:
             if first == "speedup":
                 return format(self._speedup(match[0], metric), form or ".2f")
             name = SHORT.get(metric, metric)
-            number = value_of(store.record_of(self.records.line(first).entry), metric)
-            self.last = self.values[column] = (number, name)
-            return f"[{formatted(number, form or FORMATS.get(name, ''))}]({first})"
+            self.last = self.values[column] = self._value_of(first, name)
+            return f"[{formatted(self.last.number, form or FORMATS.get(name, ''))}]({first})"
 
         return VALUE.sub(value, text)
 
+    def _value_of(self, record_id: str, metric: str) -> Value:
+        record = store.record_of(self.records.line(record_id).entry)
+        return Value(value_of(record, metric), metric, record.machine.gpu)
+
     def _speedup(self, cell: str, other: str) -> float:
-        """Return how many times faster the last value is than that of a column or record."""
+        """Return how many times faster the last value is than that of a column or record.
+
+        Raise ConfigError if their metrics or their kinds of GPU have no ratio.
+        """
         if self.last is None:
             raise ConfigError(f"{cell}: no value stands before it")
-        value, name = self.last
+        value = self.last
         if other.startswith("over "):
-            record = store.record_of(self.records.line(other.removeprefix("over ")).entry)
-            base, base_name = value_of(record, name), name
+            base = self._value_of(other.removeprefix("over "), value.metric)
         elif other.isdigit() and int(other) in self.values:
-            base, base_name = self.values[int(other)]
+            base = self.values[int(other)]
         else:
             raise ConfigError(f"{cell}: no value stands in column {other}")
-        if is_rate(base_name) != is_rate(name):
-            raise ConfigError(f"{cell}: {base_name} and {name} have no ratio")
-        return value / base if is_rate(name) else base / value
+        if is_rate(base.metric) != is_rate(value.metric):
+            raise ConfigError(f"{cell}: {base.metric} and {value.metric} have no ratio")
+        if base.gpu != value.gpu:
+            raise ConfigError(f"{cell}: {base.gpu or 'no GPU'} and {value.gpu} have no ratio")
+        is_more_better = is_rate(value.metric)
+        return value.number / base.number if is_more_better else base.number / value.number
 
 
 def table(source: str, records: Records) -> str:

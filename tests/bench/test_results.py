@@ -277,6 +277,18 @@ def test_a_ratio_to_another_row(tmp_path: Path) -> None:
     assert all(map(tables.is_rate, rates)) and not tables.is_rate("ttft_p50_ms")
 
 
+def test_numbers_of_two_kinds_of_gpu_have_no_ratio(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    for gpu in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
+        store.write(replace(RECORD, machine=replace(RECORD.machine, gpu=gpu)), results)
+    found = Records(results)
+    one, two = (line.entry.id for line in found.lines)
+    for other in ("1", f"over {one}"):
+        row = f"| | {{{one} s}} | {{{two} s}} | {{speedup {other}}} |"
+        with pytest.raises(ConfigError, match=r"NVIDIA H.* and NVIDIA H.* have no ratio"):
+            tables.table(f"| a | b | c | d |\n{row}", found)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
