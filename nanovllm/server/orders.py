@@ -67,7 +67,8 @@ def generates(
             salt=request.cache_salt or "",
             grammar=prompt.grammar,
             adapter=adapter,
-            lends=request.transfer.role == "prefill",
+            # A stream has no place for the object, so its pages would be held in vain.
+            lends=request.transfer.role == "prefill" and not request.stream,
             # The other choices share the pages that the first one reads.
             ticket=ticket if index == 0 else "",
         )

@@ -74,6 +74,13 @@ def test_without_a_lease_the_answer_has_no_object(api) -> None:
     assert response.status_code == 200 and "kv_transfer_params" not in response.json()
 
 
+def test_a_stream_lends_no_pages(api) -> None:
+    """It has no place for the object, so the pages would be held until the lease expires."""
+    events = api.events("hello", max_tokens=1, kv_transfer_params=ASKED)
+    assert events[-1] == "[DONE]" and len(events) == 4
+    assert [sent.lends for sent in api.engine.generates] == [False]
+
+
 def is_left_to_decode(response: httpx.Response) -> bool:
     """Return True for an answer with which routers go on to a decode server."""
     answer = response.json()
