@@ -8,6 +8,7 @@ reproduced (unknown commit, changed tree, failed requests) go to `results/scratc
 
 from __future__ import annotations
 
+import fcntl
 import re
 from hashlib import sha256
 from itertools import count
@@ -93,21 +94,28 @@ def append(path: Path, entries: list[StoredEntry]) -> list[StoredEntry]:
 
     Raise ConfigError if the file cannot be written, or has other content under one of the ids.
     """
-    there = {one.id: one for one in read(path)} if path.exists() else {}
-    for entry in entries:
-        if entry.id in there and there[entry.id].content != entry.content:
-            raise ConfigError(f"{path} has a different record {entry.id}; repeat the measurement")
-    new = [entry for entry in entries if entry.id not in there]
-    lines = b"".join(msgspec.json.encode(entry) + b"\n" for entry in new)
     try:
-        if there and not path.read_bytes().endswith(b"\n"):  # removed by an editor
-            lines = b"\n" + lines
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab", buffering=0) as file:  # one write: concurrent appends do not mix
+        with path.open("ab", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # others may append to the file at the same time
+            new = lacking(path, entries)
+            lines = b"".join(msgspec.json.encode(entry) + b"\n" for entry in new)
+            content = path.read_bytes()
+            if content and not content.endswith(b"\n"):  # removed by an editor
+                lines = b"\n" + lines
             file.write(lines)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
     return new
+
+
+def lacking(path: Path, entries: list[StoredEntry]) -> list[StoredEntry]:
+    """Return the entries that a file lacks. Raise ConfigError like `append`."""
+    there = {one.id: one for one in read(path)}
+    for entry in entries:
+        if entry.id in there and there[entry.id].content != entry.content:
+            raise ConfigError(f"{path} has a different record {entry.id}; repeat the measurement")
+    return [entry for entry in entries if entry.id not in there]
 
 
 def read(path: Path) -> list[StoredEntry]:
