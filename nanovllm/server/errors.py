@@ -24,8 +24,11 @@ CHAT = "this server generates text at POST /v1/chat/completions only"
 LORA = "adapters can be changed if adapters.runtime is true"
 INSTEAD = {
     **dict.fromkeys(("/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"), CHAT),
+    "/tokenize": "POST /v1/chat/completions/render returns the token ids of a prompt",
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), LORA),
 }
+# Ends of paths that clients request if their base URL has no /v1, or has it twice.
+ROUTES = ("/chat/completions", "/chat/completions/render", "/models")
 
 
 class ApiError(Exception):
@@ -94,8 +97,12 @@ def unknown_model(model: str, names: Iterable[str]) -> ApiError:
 
 
 def unknown_path(path: str) -> ApiError:
-    cure = f"; {INSTEAD[path]}" if path in INSTEAD else ""
-    return ApiError(404, f"{path[:200]} does not exist{cure}", code="not_found")
+    cure = INSTEAD.get(path, "")
+    for route in ROUTES:
+        if path.rstrip("/").endswith(route):
+            cure = f"use /v1{route} (a client's base URL ends with /v1, as in http://HOST:PORT/v1)"
+    text = f"{path[:200]} does not exist" + (f"; {cure}" if cure else "")
+    return ApiError(404, text, code="not_found")
 
 
 def shutting_down() -> ApiError:

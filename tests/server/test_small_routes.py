@@ -33,6 +33,21 @@ def test_one_model_by_name(api) -> None:
         ("/v1/completions", "this server generates text at POST /v1/chat/completions only"),
         ("/v1/responses", "this server generates text at POST /v1/chat/completions only"),
         ("/v1/load_lora_adapter", "adapters can be changed if adapters.runtime is true"),
+        ("/tokenize", "POST /v1/chat/completions/render returns the token ids of a prompt"),
+        *(
+            (
+                path,
+                f"use /v1/{route} (a client's base URL ends with /v1, as in http://HOST:PORT/v1)",
+            )
+            for path, route in (
+                ("/chat/completions", "chat/completions"),
+                ("/v1/chat/completions/", "chat/completions"),
+                ("/v1/v1/chat/completions", "chat/completions"),
+                ("/chat/completions/render", "chat/completions/render"),
+                ("/models", "models"),
+                ("/api//v1/models/", "models"),
+            )
+        ),
     ],
 )
 def test_a_route_of_other_servers_is_refused_with_a_remedy(api, path: str, cure: str) -> None:
