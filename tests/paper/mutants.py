@@ -40,6 +40,7 @@ FULL = "test_a_disk_that_is_full_on_one_rank_gets_no_more_writes_of_any"
 FROM_START = "test_a_rank_reports_a_disk_that_is_out_of_use_from_the_start"
 BATCH, DRAFTER = "nanovllm/runner/batch.py", "nanovllm/spec/model_drafter.py"
 SAMPLER = "nanovllm/sampling/sampler.py"
+LANES = "nanovllm/sched/lanes.py"
 
 MUTANTS = [
     Mutant("page hash ignores its parent", KEYS, "sha256(parent + tok", "sha256(tok", "test_the_fork_that_all_share_outlives_many_ends"),
@@ -220,6 +221,8 @@ MUTANTS = [
     Mutant("later passes are one position late", DRAFTER, "drafts[-1], newest_R + nth - 1)", "drafts[-1], newest_R + nth)", "test_all_drafts_of_the_target_itself_are_accepted"),
     Mutant("drafts follow the last draft, accepted or not", DRAFTER, "step.lengths_N[rows_R] - lag - before_R", "fed_R + num_extra - 1", "test_each_step_accepts_the_drafts_that_transformers_would_propose"),
     Mutant("the first pass leaves out the drawn token", DRAFTER, "num_extra, device = len(rows_R), 1 - lag,", "num_extra, device = len(rows_R), 0,", "test_keys_and_drafts_are_those_of_the_whole_text_at_once"),
+    Mutant("lanes take unequal numbers of draft steps", LANES, "lane_tokens=most, proposes=proposes,", "lane_tokens=most,", "test_lanes_never_change_the_text"),
+    Mutant("lanes propose at different times", LANES, "draws_late=late)", "draws_late=bool(plan.masked))", "test_lanes_never_change_the_text"),
     Mutant("the page table keeps pages of an earlier request", BATCH, "            self.pages_NM.index_fill_(0, at_N, 0)\n", "            pass\n", "test_pages_that_a_slot_does_not_have_are_the_padding_page"),
     Mutant("pages are found before they have arrived", TIERED, "        return tier.start_load(\n", "        for key, page in zip(loads, pages, strict=True):\n            self._name(key, page)\n        return tier.start_load(\n", "test_an_evicted_prompt_comes_back"),
     Mutant("pages of an aborted load are given away", TIERED, "        if quarantined := self.tier.abandon(request_id):\n", "        if quarantined := self.tier.abandon(request_id) and set():\n", "test_pages_of_an_aborted_load_are_in_quarantine_until_it_ends"),

@@ -11,6 +11,7 @@ from tests.paper.mutants import MUTANTS, Mutant
 
 SUITES = [path for room in ("kv", "paper") for path in ROOT.glob(f"tests/{room}/test_*.py")]
 NAMES = ("engine/test_transfer_ends", "engine/test_disk_of_ranks", "models/test_invariant")
+NAMES += ("sched/test_lanes",)
 WITH_TORCH = [*ROOT.glob("tests/spec/test_*.py"), *(ROOT / f"tests/{name}.py" for name in NAMES)]
 
 

@@ -82,6 +82,7 @@ class PaperLanes(PaperEngine):
         assert all(fed) and {one.lane_tokens for one in plan.lanes} == {max(fed)}
         assert len({bool(one.chunks) for one in plan.lanes}) == 1
         assert len({bool(one.drafts) for one in plan.lanes if one.num_decodes}) <= 1
+        assert len({(one.proposes, one.draws_late) for one in plan.lanes}) == 1
         assert max(fed) <= self.budget + 1
         real = [one for one in plan.lanes if one.step]
         assert plan.num_decodes == sum(one.num_decodes for one in real)
@@ -101,6 +102,7 @@ def sizes_of_lanes(rng: Random) -> dict[str, Any]:
         mixed=rng.randint(1, 20),
         depth=rng.randint(0, 2),
         drafts=rng.choice([0, 1, 3]),
+        draft_lag=rng.choice([None, 0, 1]),
         checkpoints=rng.choice([None, None, 3]),
         load_weight=rng.choice([0.0, 4.0, 100.0]),
     )
@@ -134,6 +136,7 @@ def converse(rng: Random) -> None:
         else:
             assert got == text
     assert all(memory.pool.num_free == memory.pool.num_pages for memory in engine.memories)
+    assert [gpu.layers.faults for gpu in engine.gpus if gpu.layers and gpu.layers.faults] == []
 
 
 # -- assignment of requests to lanes --------------------------------------------------------------
