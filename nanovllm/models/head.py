@@ -8,7 +8,7 @@ pass in place of the target's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -53,11 +53,16 @@ class DraftHead(Layer):
         for layer, cache in caches.items():
             cast("Any", self.layers[layer]).attn.bind(cache)
 
-    def log_copy(self) -> None:
-        """Log the size of the copy of the output head, if there is one."""
-        if self.head_copy is not None:
-            text = "drafts read an fp8 copy of the output head: %.2f GB (speculate.dtype)"
-            log.info(text, self.head_copy.num_bytes / 1e9)
+    def logged(self, fill: Callable[[], None]) -> Callable[[], None]:
+        """Return `fill`, followed by the log of the size of an fp8 copy, if there is one."""
+
+        def fill_and_log() -> None:
+            fill()
+            if self.head_copy is not None:
+                text = "drafts read an fp8 copy of the output head: %.2f GB (speculate.dtype)"
+                log.info(text, self.head_copy.num_bytes / 1e9)
+
+        return fill_and_log
 
     def given(self, hidden_TD: Tensor, taps: Sequence[Tensor]) -> Tensor:
         """Return the head's states of all tokens, from the target's hidden states or taps."""

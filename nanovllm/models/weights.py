@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -44,25 +44,41 @@ def fill(
     *,
     is_made: bool = False,
 ) -> None:
-    """Fill every parameter in place.
+    """Fill every parameter in place. See `filler`."""
+    filler(model, config, folder, prefix, is_made=is_made)()
+
+
+def filler(
+    model: Decoder | DraftHead,
+    config: Config,
+    folder: Path | None = None,
+    prefix: str = "",
+    *,
+    is_made: bool = False,
+) -> Callable[[], None]:
+    """Return a function that fills every parameter in place.
 
     `folder` has the weights; None: that of the config. The model has all of its tensors, or those
     whose names begin with `prefix`. `is_made`: fp8 weights are quantised from other floats while
     loading, as with `quantize` and for random weights. Raise ConfigError if tensors do not fit: one
-    line with the files and all faults.
+    line with the files and all faults. The headers of the files show that, so no weight is read.
     """
     load = config.recipe.load
     wanted = plus_one(destinations(model, model.WEIGHTS), model.LESS_ONE)
     if any(to.into.dtype == FP8 for to in wanted.values()):
         is_made = is_made or load.format == "dummy" or config.recipe.quantize is not None
         wanted = in_blocks(wanted, made=is_made)
-    if load.format == "dummy":
-        fill_random(wanted, load.seed)
-    else:
+    read_all: Callable[[], None] = partial(fill_random, wanted, load.seed)
+    if load.format != "dummy":
         assert folder is not None or config.model_dir is not None
-        fill_from_files(model, wanted, folder or Path(str(config.model_dir)), prefix)
-    for layer in (module for module in model.modules() if isinstance(module, Layer)):
-        layer.after_load()
+        read_all = reader(model, wanted, folder or Path(str(config.model_dir)), prefix)
+
+    def fill_all() -> None:
+        read_all()
+        for layer in (module for module in model.modules() if isinstance(module, Layer)):
+            layer.after_load()
+
+    return fill_all
 
 
 @contextmanager
@@ -75,10 +91,13 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def fill_from_files(
+def reader(
     model: Decoder | DraftHead, wanted: dict[str, Destination], folder: Path, prefix: str
-) -> None:
-    """Read the tensors of a checkpoint into their destinations. Raise ConfigError like `fill`."""
+) -> Callable[[], None]:
+    """Return a function that reads the tensors of a checkpoint into their destinations.
+
+    Raise ConfigError like `filler`.
+    """
     source, paths = weight_files(folder)
     blocks, ignored = list[Any](model.layers), ignored_names(model)
     is_head = isinstance(model, DraftHead)
@@ -91,10 +110,14 @@ def fill_from_files(
     num_layers = None if is_head else len(blocks)
     stored = whole(wanted, source, paths, num_layers=num_layers, takes=takes)
     order = runs((stored[name], to) for name, to in wanted.items())
-    progress = Progress(log, f"loading {folder}", sum(map(num_bytes, order)), "GB")
-    for count in read(order, next(model.parameters()).device):
-        progress.advance(count)
-    progress.finish()
+
+    def read_all() -> None:
+        progress = Progress(log, f"loading {folder}", sum(map(num_bytes, order)), "GB")
+        for count in read(order, next(model.parameters()).device):
+            progress.advance(count)
+        progress.finish()
+
+    return read_all
 
 
 def destinations(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Destination]:

@@ -25,7 +25,7 @@ from nanovllm.kv.split import Split, are_checkpoints_in_host
 from nanovllm.layers.describe import products
 from nanovllm.log import Progress, fields
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.weights import fill
+from nanovllm.models.weights import filler
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.parallel.places import num_ranks
 from nanovllm.runner.adapters import AdapterBank
@@ -131,9 +131,11 @@ def load(config: Config, resolved: Resolved) -> tuple[Decoder, DraftModel | None
     model = resolved.empty_model(resolved.device)
     draft_model = resolved.empty_draft_model(model, resolved.device)
     with compile_in_background([] if resolved.mesh.rank else jobs_of(resolved, model, draft_model)):
-        fill(model, config)
+        fillers = [filler(model, config)]  # which check all files before any weight is read
         if resolved.drafts is not None and draft_model is not None:
-            resolved.drafts.loader.fill(draft_model)
+            fillers.append(resolved.drafts.loader.filler(draft_model))
+        for fill in fillers:
+            fill()
     resolved.mesh.least(0)  # a barrier: the other ranks wait for the kernels that rank 0 compiles
     return model, draft_model
 

@@ -6,7 +6,7 @@ from it. The ranks draw together, each from its span of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +21,7 @@ from nanovllm.layers.linear import Layer
 from nanovllm.layers.ops import Ops
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder, DecoderConfig
-from nanovllm.models.weights import fill
+from nanovllm.models.weights import filler
 from nanovllm.parallel.cut import span_of_vocabulary
 from nanovllm.parallel.mesh import Mesh, Span
 
@@ -94,8 +94,8 @@ class DraftModelLoader:
     def empty(self, target: Decoder, ops: Ops, max_tokens: int, *, fp8: bool = False) -> WholeModel:
         return WholeModel(self.family(self.model_config, Mesh(), ops, max_tokens), self.span)
 
-    def fill(self, model: WholeModel) -> None:
-        fill(model.decoder, self.config)
+    def filler(self, model: WholeModel) -> Callable[[], None]:
+        return filler(model.decoder, self.config)
 
 
 def found_at(config: Config) -> tuple[Path, Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -10,7 +11,7 @@ from nanovllm.layers.ops import Ops
 from nanovllm.models.decoder import Decoder, DecoderConfig
 from nanovllm.models.eagle3 import Eagle3Head
 from nanovllm.models.eagle3_config import read_eagle3
-from nanovllm.models.weights import fill
+from nanovllm.models.weights import filler
 from nanovllm.parallel.cut import check_cut
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.spec.model_base import DraftModel
@@ -57,8 +58,7 @@ class Eagle3Loader:
             self.spec, target, mesh=self.mesh, ops=ops, max_tokens=max_tokens, fp8=fp8
         )
 
-    def fill(self, model: DraftModel) -> None:
-        """Load the weights. Raise ConfigError like weights.fill."""
+    def filler(self, model: DraftModel) -> Callable[[], None]:
+        """Return a function that loads the weights. Raise ConfigError like weights.filler."""
         head = cast("Eagle3Head", model)
-        fill(head, self.config, self.folder, is_made=True)
-        head.log_copy()
+        return head.logged(filler(head, self.config, self.folder, is_made=True))

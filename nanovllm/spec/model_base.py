@@ -18,7 +18,7 @@ Shape letters in addition to those of nanovllm/shapes.md: X is the width of a pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -106,10 +106,10 @@ class DraftLoader(Protocol):
         """
         ...
 
-    def fill(self, model: DraftModel) -> None:
-        """Load the weights; with load.format dummy, make random ones. The target is loaded by then.
+    def filler(self, model: DraftModel) -> Callable[[], None]:
+        """Return a function that loads the weights, or with load.format dummy makes random ones.
 
-        Raise ConfigError like weights.fill.
+        Call it after the target's weights are loaded. Raise ConfigError like weights.filler.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -17,7 +18,7 @@ from nanovllm.models.decoder import Decoder, DecoderConfig, MtpSpec
 from nanovllm.models.destination import FLOATS
 from nanovllm.models.mtp import MtpHead
 from nanovllm.models.names import text_tensors
-from nanovllm.models.weights import fill
+from nanovllm.models.weights import filler
 from nanovllm.parallel.cut import span_of_vocabulary
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.spec.model_base import DraftModel
@@ -40,11 +41,10 @@ class MtpLoader:
         """Return the head with uninitialised parameters."""
         return MtpHead(self.spec, target, self.mesh, ops, fp8_head=fp8)
 
-    def fill(self, model: DraftModel) -> None:
-        """Load the weights. Raise ConfigError like weights.fill."""
+    def filler(self, model: DraftModel) -> Callable[[], None]:
+        """Return a function that loads the weights. Raise ConfigError like weights.filler."""
         head = cast("MtpHead", model)
-        fill(head, self.config, prefix=self.spec.prefix)
-        head.log_copy()
+        return head.logged(filler(head, self.config, prefix=self.spec.prefix))
 
 
 def mtp_of(config: Config, target: DecoderConfig) -> MtpSpec:

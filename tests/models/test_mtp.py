@@ -144,7 +144,7 @@ def head_of(folder: Path, target: Decoder, mesh: Mesh = Mesh()) -> tuple[MtpHead
     loader = loader_of(folder, mesh)
     with CPU, default_dtype(torch.float32):
         head = loader.empty(target, select_ops(Kernels(), CPU), MAX_TOKENS)
-    loader.fill(head)
+    loader.filler(head)()
     return head, HeadSteps(head, loader.layout, len(LENGTHS))
 
 
@@ -336,7 +336,7 @@ def test_mtp_of_a_model_of_which_some_layers_run(tmp_path: Path) -> None:
     with CPU, default_dtype(torch.float32):
         ops = select_ops(Kernels(), CPU)
         head = loader.empty(family(model_config, Mesh(), ops, MAX_TOKENS), ops, MAX_TOKENS)
-    loader.fill(head)
+    loader.filler(head)()
     gate = load_file(tmp_path / "model.safetensors")["model.layers.4.mlp.gate.weight"]
     moe = head.layers[0].mlp
     assert torch.equal(moe.router.weight[:8], gate) and moe.layer == 2 and moe.is_last
@@ -396,7 +396,7 @@ def test_mtp_of_fp8_checkpoints(stored: str, tmp_path: Path) -> None:
         target = family(model_config, Mesh(), ops, MAX_TOKENS)
         head = loader.empty(target, ops, MAX_TOKENS)
     fill(target, config)
-    loader.fill(head)
+    loader.filler(head)()
     block = head.layers[0]
     is_fp8 = {block.attn.qkv.weight.dtype == FP8, block.mlp.experts.down.dtype == FP8}
     assert is_fp8 == {stored != "float"}

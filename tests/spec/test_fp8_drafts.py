@@ -63,7 +63,7 @@ def test_logits_are_those_of_the_head_in_fp8(tmp_path: Path) -> None:
     with CPU, default_dtype(torch.float32):
         ops = select_ops(Kernels(), CPU)
         head = loader.empty(target, ops, MAX_TOKENS, fp8=True)
-    loader.fill(head)
+    loader.filler(head)()
     weight = target.head.weight
     state_SD = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(1))
     numbers, scales = quantise_weight(weight)
@@ -127,7 +127,7 @@ def head_of(config: Config, folder: Path, *, fp8: bool) -> Eagle3Head:
     target = load(Path(str(config.model_dir)))
     with CPU, default_dtype(torch.float32):
         head = loader.empty(target, select_ops(Kernels(), CPU), MAX_TOKENS, fp8=fp8)
-    loader.fill(head)
+    loader.filler(head)()
     return head
 
 

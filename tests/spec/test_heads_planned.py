@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 
 from nanovllm.bench.gpus import gpu_of
 from nanovllm.bench.plan import WEIGHTS, plan_of
 from nanovllm.config import Config, ConfigError, Load, Speculate, load_config
 from nanovllm.parallel.mesh import Mesh
+from nanovllm.runner.build import load
 from nanovllm.runner.resolved import resolve_config
 from tests.models.heads import eagle3_tensors, save_head
+from tests.models.test_mtp import make_mtp
 from tests.models.tiny import NEXT, V3, config_of, make_tiny
 from tests.whole_engine import GREEDY, WholeEngine, prompts_of
 
@@ -69,6 +72,32 @@ def test_a_head_that_cannot_be_cut_is_one_line(tmp_path: Path) -> None:
         f"{head}/config.json: parallel.tp is 2; the model's num_attention_heads 3 is not a "
         "multiple of it; it can be 1, 3"
     )
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp"])
+def test_weights_of_draft_models_are_checked_before_any_weight_is_read(
+    method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise a large model would be loaded for nothing."""
+    target, other = tmp_path / "target", tmp_path / "other"
+    if method == "mtp":
+        make_mtp(target, "qwen3_next", **NEXT)
+        path, lost = target / "model.safetensors", "mtp.fc.weight"
+    else:
+        make_tiny(target, "qwen3", num_hidden_layers=5)
+        make_tiny(other, "qwen3") if method == "draft_model" else save_head(other, eagle3_tensors())
+        path, lost = other / "model.safetensors", "layers.0.self_attn.q_proj.weight"
+        lost = f"model.{lost}" if method == "draft_model" else lost
+    tensors = load_file(path)
+    del tensors[lost]
+    save_file(tensors, path)
+    model = None if method == "mtp" else str(other)
+    config = given(config_of(target), method=method, model=model)
+    caplog.set_level("INFO", "engine")
+    with pytest.raises(ConfigError) as caught:
+        load(config, resolve_config(config))
+    assert str(caught.value) == f"{path} does not fit the model: 1 tensor missing: {lost}"
+    assert not [line for line in caplog.messages if line.startswith("loading")]
 
 
 @pytest.mark.parametrize("dtype", ["own", "auto"])
