@@ -118,7 +118,10 @@ def check_model(speculate: Speculate) -> None:
     method, theta = speculate.method, speculate.rope_theta
     for name, (default, methods) in KEYS.items():
         if method not in methods and getattr(speculate, name) != default:
-            raise ConfigError(f"speculate.{name} is for method {' or '.join(methods)}; drop it")
+            remedy = "drop it"
+            if method == "synthetic" and set(methods) <= set(MODELS):
+                remedy = "write that method and keep speculate.accept, to measure its real cost"
+            raise ConfigError(f"speculate.{name} is for method {' or '.join(methods)}; {remedy}")
     if method == "eagle3" and speculate.model is None:
         raise ConfigError("speculate.model is missing; give the folder of an EAGLE-3 head")
     if theta is not None and not 1 < theta < math.inf:

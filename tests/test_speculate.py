@@ -125,6 +125,15 @@ NOT_FALLING = "numbers (speculate.tokens) between 0 and 1, each at most the prev
             f"{NGRAM} speculate.model=x",
             "speculate.model is for method draft_model or eagle3; drop it",
         ),
+        (
+            f"{SYNTHETIC} speculate.model=x speculate.accept=[.5,.4,.1]",
+            "speculate.model is for method draft_model or eagle3; write that method and keep "
+            "speculate.accept, to measure its real cost",
+        ),
+        (
+            f"{SYNTHETIC} speculate.min_match=3 speculate.accept=[.5,.4,.1]",
+            "speculate.min_match is for method ngram; drop it",
+        ),
         (f"{MODEL} speculate.min_match=3", "speculate.min_match is for method ngram; drop it"),
         (
             "speculate.method=mtp speculate.max_match=4",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
 
-from nanovllm.config import ConfigError, Parallel, load_config
+from nanovllm.config import ConfigError, Parallel, Speculate, load_config
 from nanovllm.engine.paper import Numbers
 from nanovllm.models.config import read_model_config
 from nanovllm.models.names import text_name
@@ -23,7 +24,9 @@ from nanovllm.models.support import check_config
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.rank_check import divides, read_fields
 from nanovllm.server.ends import EosFields, read
+from nanovllm.wire import Sampling
 from tests.models.steps import Steps, load
+from tests.models.test_mtp import make_mtp
 from tests.models.test_parity import SCHEDULES, assert_equal_logits, our_logits, prompts
 from tests.models.tiny import COMMON, HYBRID, NEXT, config_of, make_loud
 from tests.parallel.test_mesh import Meeting, ThreadMesh
@@ -145,6 +148,41 @@ def read_and_cut(folder: Path, ep: int) -> None:
     from nanovllm.parallel.mesh import first_rank
 
     check_cut(first_rank(Parallel(ep=ep)), read_model_config(config_of(folder))[1])
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_drafts_of_mtp_in_a_model_with_an_image_encoder(family: str, tmp_path: Path) -> None:
+    """The same text model alone has the same text, drafts and accepted drafts."""
+    alone, wrapped = tmp_path / "alone", tmp_path / "wrapped"
+    make_mtp(alone, family, **(HYBRID if family == "qwen3_5_text" else NEXT))
+    wrap(alone, wrapped)
+    speculate = Speculate(method="mtp", tokens=2, adapt=False)
+    found = []
+    for folder, drafts in ((alone, None), (alone, speculate), (wrapped, speculate)):
+        engine = WholeEngine(config_of(folder), speculate=drafts)
+        for i, prompt in enumerate(prompts_of(6, 3)):
+            engine.submit(i, prompt, 20, Sampling(temperature=1.0, seed=i))
+        engine.run()
+        stats = engine.scheduler.stats()
+        found.append((engine.text, stats.accepted_by_position, stats.draft_tokens))
+    plain, own, other = found
+    assert plain[0] == own[0] and own == other
+    assert sum(own[1]) > 3 and own[2] > 60
+
+
+def wrap(folder: Path, wrapped: Path) -> None:
+    """Save a text model with MTP as part of one with an image encoder."""
+    wrapped.mkdir()
+    text = json.loads((folder / "config.json").read_text())
+    name = text["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")
+    outer = dict(architectures=[name], text_config=text, vision_config=VISION)
+    (wrapped / "config.json").write_text(json.dumps(outer))
+    tensors = load_file(folder / "model.safetensors")
+    mtp = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
+    own = stacked({name: tensor for name, tensor in tensors.items() if name not in mtp})
+    named = {re.sub(r"^model\.", PREFIX, name): tensor for name, tensor in (mtp | own).items()}
+    named["model.visual.patch_embed.proj.weight"] = torch.zeros(4, 4)
+    save_file(named, wrapped / "model.safetensors")
 
 
 def test_stacked_experts_of_another_shape_are_faults(tmp_path: Path) -> None:

@@ -55,6 +55,26 @@ def test_the_text_is_the_plain_one_and_most_drafts_are_the_same(
     assert sum(equal) / len(equal) >= LEAST_EQUAL
 
 
+def test_a_draft_model_keeps_its_type_if_the_target_is_quantised(tmp_path: Path) -> None:
+    """A copy of the target in its own type drafts most of the text of the fp8 target."""
+    make_tiny(tmp_path, "qwen3", hidden_size=128, intermediate_size=256)
+    config = config_of(tmp_path)
+    config = replace(config, recipe=replace(config.recipe, quantize="fp8"))
+    texts = []
+    speculate = Speculate(method="draft_model", model=str(tmp_path), tokens=3, adapt=False)
+    for drafts in (None, speculate):
+        engine = WholeEngine(config, speculate=drafts, page_tokens=64)
+        for i, prompt in enumerate(PROMPTS):
+            engine.submit(i, prompt, 20, GREEDY)
+        engine.run()
+        texts.append(engine.text)
+    assert texts[0] == texts[1]
+    stats, draft_model = engine.scheduler.stats(), engine.runner.draft_model
+    assert stats.draft_tokens > stats.accepted_tokens > 0.5 * stats.draft_tokens
+    assert engine.runner.model.layers[0].mlp.down.weight.dtype == FP8
+    assert {one.dtype for one in draft_model.parameters()} == {torch.float32}
+
+
 def test_logits_are_those_of_the_head_in_fp8(tmp_path: Path) -> None:
     """More rows than are quantised at a time, and a number that blocks of 128 do not divide."""
     vocabulary = COPIED + 1000
