@@ -265,9 +265,10 @@ def profile_kv(path: Path | None, plot: Path | None, **given: Any) -> None:  # n
 )
 @json_option
 def capture_graphs(load: str | None, path: Path | None, **recipe: Any) -> None:  # noqa: ANN401
-    """Capture all CUDA graphs of a model and compare each one with the eager run.
+    """Capture all CUDA graphs of a model, and compare forward passes with the eager run.
 
-    Shows the time, memory and padding of each graph. Exit code 1: the logits of a graph differ.
+    Shows the time, memory and padding of each graph of a forward pass. Those that draw tokens and
+    drafts are captured, too, but not compared. Exit code 1: the logits of a graph differ.
     """
     config, began = config_of(**recipe), datetime.now(UTC)
     if load is None and (why := lacks_gpu(config.recipe.device)) is not None:

@@ -353,9 +353,14 @@ def test_eager_and_replay_are_the_runners_own(built: Built) -> None:
         torch.testing.assert_close(found[:5], own, rtol=1e-4, atol=1e-4)
 
 
-def test_made_up_requests_have_pages_for_their_drafts() -> None:
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_made_up_requests_have_pages_for_their_drafts(method: str) -> None:
     """A row without such pages would write to a page of another row."""
-    runner = small_demo(SLOTS, "speculate={method: ngram, tokens: 5}").runner
+    runner = small_demo(SLOTS, f"speculate={{method: {method}, tokens: 5}}").runner
+    capture_pretended(runner, [4, 8], width=6)
+    (four, eight) = measure(runner, range(1, 4))
+    assert (four.mode, eight.rows) == ("FULL/decode of 6", 8)
+    assert four.is_right and eight.is_right
     occupy(runner)
     slots, filled = runner.slots, context_of(runner)[0]
     last_F = slots.lengths_N[:filled] - 1 + runner.num_drafts
