@@ -38,7 +38,13 @@ EAGLE_TARGETS: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS,
     "minimax_m2": M2,
 }
-SIZES: dict[str, dict[str, Any]] = {"deepseek_v3": V3, "qwen3_next": NEXT, "qwen3_5_text": HYBRID}
+SIZES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": V3,
+    "glm4_moe_lite": dict(V3, n_group=1, topk_group=1),
+    "qwen3_next": NEXT,
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": NEXT,
+}
 
 
 @dataclass

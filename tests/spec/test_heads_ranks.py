@@ -13,7 +13,7 @@ from nanovllm.experts import Experts, write_placement
 from tests.engine.test_ranks import SMALL, cut, ranked, text_of
 from tests.models.heads import eagle3_tensors, save_head
 from tests.models.test_mtp import make_mtp
-from tests.models.tiny import M2, NEXT, V3, config_of, make_tiny
+from tests.models.tiny import HYBRID, M2, NEXT, V3, config_of, make_tiny
 from tests.whole_engine import WholeEngine
 
 VOCABULARY = 5003  # three blocks on two ranks
@@ -31,6 +31,8 @@ def eagle3(folder: Path, family: str) -> tuple[Config, Speculate]:
 def mtp(folder: Path, family: str) -> tuple[Config, Speculate]:
     layers = dict(num_hidden_layers=2, full_attention_interval=2)  # one of each kind
     overrides = dict(NEXT, num_experts=10, **layers)
+    if family == "qwen3_5_text":
+        overrides = dict(HYBRID, **layers)
     if family == "deepseek_v3":
         overrides = dict(V3, n_routed_experts=10, n_group=5)
     make_mtp(folder, family, vocab_size=VOCABULARY, **overrides)
@@ -47,6 +49,8 @@ def mtp(folder: Path, family: str) -> tuple[Config, Speculate]:
         (mtp, "deepseek_v3", 1, 2),
         (mtp, "qwen3_next", 1, 2),
         (mtp, "qwen3_next", 2, 2),
+        (mtp, "qwen3_5_text", 2, 1),
+        (mtp, "qwen3_5_moe_text", 1, 2),
     ],
 )
 def test_texts_of_all_kinds_are_those_without_drafts(
