@@ -89,3 +89,28 @@ def test_copies_of_the_experts_of_mtp(tp: int, tmp_path: Path) -> None:
         head: Any = engine.runner.draft_model
         moe = head.layers[0].mlp
         assert len(moe.places.ranks) == 2 and len(moe.experts.gate_up) == 7
+
+
+def test_a_lane_at_the_end_of_its_context_keeps_step_with_the_other(tmp_path: Path) -> None:
+    """Its last rows have no room for drafts, while the other lane drafts 2 tokens a step."""
+    config, speculate = mtp(tmp_path, "deepseek_v3")
+    longest = 90
+    asks = [
+        ([*range(5, 80)], longest - 75),
+        ([7, 8, 9], longest - 3),
+        ([11] * 88, 2),
+        ([12] * 4, 50),
+    ]
+
+    def served(engine: WholeEngine) -> dict[int, list[int]]:
+        for i, (prompt, max_new) in enumerate(asks):
+            engine.submit(i, prompt, max_new)
+        engine.run()
+        return engine.text
+
+    sizes = dict(slots=2, step_tokens=100, max_tokens=longest)
+    expected = served(WholeEngine(config, **sizes))
+    with ranked(cut(config, 1, 2), 1, tmp_path, speculate=speculate, **sizes) as engine:
+        assert served(engine) == expected
+        assert [len(expected[i]) for i in range(4)] == [max_new for _, max_new in asks]
+        assert engine.scheduler.stats().draft_tokens > 100
