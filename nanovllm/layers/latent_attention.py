@@ -168,6 +168,9 @@ class KeysValues(Linear):
         super().__init__(rows.count, rank, Placement(0, (("", rows),)), ops)
         del self.by_rows  # attention multiplies head by head instead
 
+    def set_tables(self) -> None:
+        """Set nothing: no product is chosen by rows."""
+
     def to_fp8(self) -> None:
         """Change the type of a weight whose storage is not allocated yet, and add its scales."""
         shape = self.weight.shape

@@ -311,7 +311,7 @@ def test_a_state_that_is_lost_during_the_load_is_computed() -> None:
     engine.step()
     assert states(engine) == {0: State.ARRIVING}
     lost = engine.memory.states
-    for state in list(lost._of.values()):
+    for state in list(lost._by_key.values()):
         lost.remove(state)
     engine.finish_all()
     assert engine.cached[0] == 0 and right(engine, 0, A, 3)
