@@ -5,14 +5,14 @@ history is one number, the fraction of accepted drafts among those compared, in 
 count more. The k-th draft is accepted with that fraction to the power of k. The cost of a draft, in
 tokens, rises with the number of rows: few rows leave arithmetic units idle, many use all of them.
 All drafts of a step together must gain more than their measured price (prices.py). Until it is
-measured, a fixed estimate takes its place. If drafts found by prompt lookup do not pay, the next
-few steps do not ask again, since the answer takes the host a tenth of a millisecond. Rows whose
+measured, a fixed estimate takes its place. If drafts found by prompt lookup do not pay, this
+is not decided again for a few steps, since it takes the host a tenth of a millisecond. Rows whose
 drafts fail stop within a dozen steps. They probe again all together, in few steps, and less and
 less often while no draft is accepted. New rows start with the average over all rows.
 
 Decision: the probability that a draft model gives to its draft has no part in it. A step is planned
 before the drafts that it feeds are drawn. Only the probability of the previous draft is known then,
-and it says little that the history does not (results/drafts.md).
+and it adds little to the history (results/drafts.md).
 
 All values are columns, one element per slot, as in decoding.py.
 """
@@ -39,7 +39,7 @@ STEP_COST, PASS_COST = 0.1, 0.05
 PROBE_EVERY, PROBE_DRAFTS = 16, 2  # steps between probes (more with many rows), drafts per probe
 PROBE_SHARE = 0.01  # greatest share of the time for probes, which makes dear ones rarer
 MOST_DOUBLED = 4  # times that the steps between probes double while none is accepted
-REST = 16  # most steps without another decision after drafts were not worth their price
+MOST_SKIPPED = 16  # most steps without another decision after drafts did not pay
 
 
 class Drafting:
@@ -54,7 +54,7 @@ class Drafting:
         self.adapt, self.has_model = drafts.adapt, drafts.has_model
         self.prices = DraftPrices()
         self._num_fed = 0  # drafts of the latest planned step
-        self._rest_until = 0  # steps before this one feed no drafts
+        self._skip_until = 0  # steps before this one feed no drafts
         self._failed_probes = 0  # in turn, since a draft was last accepted
         self._proposed = True  # whether the latest planned step proposes drafts
         self.reach = np.zeros(num_slots, np.int32)  # tokens: the end of the drafts fed so far
@@ -74,9 +74,9 @@ class Drafting:
 
     # -- planning ---------------------------------------------------------------------------
 
-    def rests(self, step: int) -> bool:
+    def skips(self, step: int) -> bool:
         """Return whether a step feeds no drafts, as choose() decided for an earlier one."""
-        return step < self._rest_until
+        return step < self._skip_until
 
     def choose(self, step: int, slots_R: SlotIndices, most_R: Int32, budget: int) -> Int32:
         """Return the number of drafts of each row: at most `most_R`, and `budget` in total.
@@ -95,7 +95,7 @@ class Drafting:
                 self._failed_probes += 1
             elif is_probe and not self.has_model:
                 every = self._probe_every(len(slots_R))
-                self._rest_until = min(step + REST, step - step % every + every)
+                self._skip_until = min(step + MOST_SKIPPED, step - step % every + every)
         self._num_fed = int(drafts_R.sum())
         if self._num_fed > budget:  # the first rows have precedence
             before_R = drafts_R.cumsum(dtype=np.int32) - drafts_R

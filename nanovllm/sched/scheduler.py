@@ -335,7 +335,7 @@ class Scheduler:
 
         Drafts take at most half of the tokens that the rows leave free in the step.
         """
-        if self._drafting.rests(self._step + 1):
+        if self._drafting.skips(self._step + 1):
             return None
         decoding, slots_R = self._decoding, rows.slots
         most_R = decoding.limit[slots_R] - 1 - ends_R

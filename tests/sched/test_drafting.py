@@ -11,7 +11,14 @@ import pytest
 
 from nanovllm.kv.memory import KVMemory
 from nanovllm.plan import StepPlan, StepResult
-from nanovllm.sched.drafting import PROBE_DRAFTS, PROBE_EVERY, REST, Drafting, cost, worthwhile
+from nanovllm.sched.drafting import (
+    MOST_SKIPPED,
+    PROBE_DRAFTS,
+    PROBE_EVERY,
+    Drafting,
+    cost,
+    worthwhile,
+)
 from nanovllm.sched.prices import MEASURE_EVERY, MEASURE_FIRST, DraftPrices
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.speculate import Drafts
@@ -255,12 +262,12 @@ def test_drafts_that_are_too_dear_are_asked_about_again_after_a_rest() -> None:
         drafting.prices.plan(step, 8, 24 * (step % 2))
         drafting.prices.measure(step, (0.001, 0.005)[step % 2])
     every = drafting._probe_every(8)
-    assert every == 400 > REST
+    assert every == 400 > MOST_SKIPPED
     most = np.full(8, D, np.int32)
-    for step, rests_until in ((7, 7 + REST), (every - 3, every)):
+    for step, skips_until in ((7, 7 + MOST_SKIPPED), (every - 3, every)):
         drafting.prices.plan(step - 1, num_rows=8, num_drafts=0)  # none is due for measurement
-        assert not drafting.rests(step) and not drafting.choose(step, slots, most, 100).any()
-        at = range(step + 1, step + REST + 1)
-        assert [drafting.rests(one) for one in at] == [one < rests_until for one in at]
+        assert not drafting.skips(step) and not drafting.choose(step, slots, most, 100).any()
+        at = range(step + 1, step + MOST_SKIPPED + 1)
+        assert [drafting.skips(one) for one in at] == [one < skips_until for one in at]
     assert drafting.choose(every, slots, most, 100).tolist() == [PROBE_DRAFTS] * 8
-    assert not drafting.rests(every + 1)
+    assert not drafting.skips(every + 1)
