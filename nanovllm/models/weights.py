@@ -36,18 +36,6 @@ log = logging.getLogger("engine")
 SHARED = "shared"  # prefix of the parts of a shared expert
 
 
-def fill(
-    model: Decoder | DraftHead,
-    config: Config,
-    folder: Path | None = None,
-    prefix: str = "",
-    *,
-    is_made: bool = False,
-) -> None:
-    """Fill every parameter in place. See `filler`."""
-    filler(model, config, folder, prefix, is_made=is_made)()
-
-
 def filler(
     model: Decoder | DraftHead,
     config: Config,

@@ -23,9 +23,9 @@ from nanovllm.layers.kernels import select_ops
 from nanovllm.layers.ops import Ops
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.weights import default_dtype, fill
+from nanovllm.models.weights import default_dtype
 from nanovllm.parallel.mesh import Mesh
-from tests.models.steps import CPU, MAX_TOKENS, PAGE_TOKENS, PAGES_EACH, Steps
+from tests.models.steps import CPU, MAX_TOKENS, PAGE_TOKENS, PAGES_EACH, Steps, fill
 from tests.models.test_parity import LENGTHS, our_logits, prompts
 from tests.models.tiny import config_of, make_tiny
 

@@ -10,12 +10,13 @@ from torch import Tensor
 from nanovllm.attention.base import Batch, ForwardContext
 from nanovllm.attention.grouped import PagedKV
 from nanovllm.attention.torch_ref import TorchPaged
-from nanovllm.config import Kernels, Load
+from nanovllm.config import Config, Kernels, Load
 from nanovllm.layers.kernels import select_ops
 from nanovllm.layers.ops import Ops
 from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.weights import default_dtype, fill
+from nanovllm.models.head import DraftHead
+from nanovllm.models.weights import default_dtype, filler
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.plan import Chunk
 from nanovllm.runner.caches import states_of
@@ -26,6 +27,13 @@ from tests.models.tiny import config_of
 CPU = torch.device("cpu")
 PAGE_TOKENS, PAGES_EACH = 4, 20
 MAX_TOKENS = PAGE_TOKENS * PAGES_EACH
+
+
+def fill(
+    model: Decoder | DraftHead, config: Config, folder: Path | None = None, prefix: str = ""
+) -> None:
+    """Fill every parameter in place. Raise ConfigError like weights.filler."""
+    filler(model, config, folder, prefix)()
 
 
 def load(

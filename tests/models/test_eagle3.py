@@ -25,11 +25,11 @@ from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.eagle3 import Eagle3Head
 from nanovllm.models.eagle3_config import read_eagle3
-from nanovllm.models.weights import default_dtype, destinations, fill
+from nanovllm.models.weights import default_dtype, destinations
 from nanovllm.parallel import cut
 from nanovllm.parallel.mesh import Mesh
 from tests.models.heads import EAGLE3, HeadSteps, eagle3_tensors, save_head
-from tests.models.steps import CPU, MAX_TOKENS, load
+from tests.models.steps import CPU, MAX_TOKENS, fill, load
 from tests.models.test_parity import InPlace, ops_with
 from tests.models.tiny import config_of, make_tiny
 from tests.parallel.test_mesh import Meeting, ThreadMesh

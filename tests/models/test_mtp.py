@@ -22,11 +22,11 @@ from nanovllm.models.config import read_model_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.mtp import MtpHead
 from nanovllm.models.names import text_tensors
-from nanovllm.models.weights import default_dtype, destinations, fill
+from nanovllm.models.weights import default_dtype, destinations
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.spec.mtp import MtpLoader
 from tests.models.heads import HeadSteps
-from tests.models.steps import CPU, MAX_TOKENS, Steps, load
+from tests.models.steps import CPU, MAX_TOKENS, Steps, fill, load
 from tests.models.tiny import HYBRID, NEXT, V3, YARN, config_of, make_loud, make_tiny
 from tests.parallel.test_mesh import Meeting, ThreadMesh
 

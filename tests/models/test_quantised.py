@@ -23,8 +23,9 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.models.destination import Destination
 from nanovllm.models.quantised import in_blocks
 from nanovllm.models.shards import Stored, num_bytes, pieces_of, runs
-from nanovllm.models.weights import default_dtype, destinations, fill
+from nanovllm.models.weights import default_dtype, destinations
 from nanovllm.parallel.mesh import Mesh, Span
+from tests.models.steps import fill
 from tests.models.test_stacked import RULES, places_of
 from tests.models.tiny import config_of, make_tiny
 

@@ -19,9 +19,8 @@ from nanovllm.layers.kernels import select_ops
 from nanovllm.models import shards, weights
 from nanovllm.models.config import read_model_config
 from nanovllm.models.shards import read
-from nanovllm.models.weights import fill
 from nanovllm.parallel.mesh import Mesh
-from tests.models.steps import CPU, MAX_TOKENS, load
+from tests.models.steps import CPU, MAX_TOKENS, fill, load
 from tests.models.test_quantised import quantise_files
 from tests.models.tiny import CASES, config_of, make_tiny
 
