@@ -28,7 +28,7 @@ from nanovllm.server.errors import (
 )
 from nanovllm.server.parsers.base import FUNCTION_NAME
 from nanovllm.server.ranges import Range, check_biases, check_token_ids, ranges
-from nanovllm.server.thinking import EFFORTS, ThinkingFields, read_thinking
+from nanovllm.server.thinking import EFFORTS, ThinkingFields, check_word, read_thinking
 from nanovllm.server.tool_choice import ToolChoice, tool_choice
 from nanovllm.server.unsupported import check_structure, check_unsupported, unsupported
 from nanovllm.transfer.params import PLAIN, TransferParams, parse_params
@@ -323,9 +323,7 @@ def _check_output(request: ChatRequest) -> None:
             raise bad_value("stop", f"strings of 1 to {MAX_STOP_CHARS} characters", stop)
     if request.stream_options is not None and not request.stream:
         raise invalid_field("stream_options", "must be left out unless stream is true")
-    if request.reasoning_effort not in (None, *EFFORTS):
-        requirement = f"one of {', '.join(EFFORTS)}"
-        raise bad_value("reasoning_effort", requirement, request.reasoning_effort)
+    check_word("reasoning_effort", request.reasoning_effort, EFFORTS)
     salt = request.cache_salt
     if salt is not None and not 0 < len(salt) <= 128:
         raise bad_value("cache_salt", "a string of 1 to 128 characters", salt)

@@ -6,6 +6,7 @@ chat_template_kwargs) have precedence. Other keys of the objects are ignored.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 from msgspec import Struct, structs
@@ -16,7 +17,6 @@ from nanovllm.server.unsupported import Unsupported
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra")
 SWITCHES = {"enabled": True, "disabled": False, "auto": None, "adaptive": None}
-
 
 Request = TypeVar("Request", bound="ThinkingFields")
 
@@ -45,7 +45,7 @@ class ThinkingFields(Unsupported, frozen=True, kw_only=True):
     thinking_token_budget: int | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # of other servers; `read_thinking` replaces them by the ones above
+    # Fields of other servers. `read_thinking` replaces them by the ones above.
     reasoning: ReasoningObject | None = None
     thinking: ThinkingObject | bool | None = None
     enable_thinking: bool | None = None  # of Qwen's API, like thinking_budget
@@ -65,10 +65,8 @@ def read_thinking(request: Request) -> Request:
         is_on = request.thinking
     elif thinking.type is not None:
         is_on = SWITCHES.get(thinking.type)
-    if thinking.type not in (None, *SWITCHES):
-        raise bad_value("thinking.type", f"one of {', '.join(SWITCHES)}", thinking.type)
-    if reasoning.effort not in (None, *EFFORTS):
-        raise bad_value("reasoning.effort", f"one of {', '.join(EFFORTS)}", reasoning.effort)
+    check_word("thinking.type", thinking.type, SWITCHES)
+    check_word("reasoning.effort", reasoning.effort, EFFORTS)
     for where, most in (
         ("reasoning.max_tokens", reasoning.max_tokens),
         ("thinking.budget_tokens", thinking.budget_tokens),
@@ -95,6 +93,12 @@ def read_thinking(request: Request) -> Request:
         include_reasoning=first(request.include_reasoning, excluded),
         chat_template_kwargs=template | (request.chat_template_kwargs or {}) or None,
     )
+
+
+def check_word(where: str, word: str | None, words: Collection[str]) -> None:
+    """Raise ApiError unless the value of a field is missing or one of `words`."""
+    if word is not None and word not in words:
+        raise bad_value(where, f"one of {', '.join(words)}", word)
 
 
 def first(*values: Any) -> Any:  # noqa: ANN401
