@@ -14,6 +14,7 @@ from torch import Tensor
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
+ROWS_UNIT, WIDTH_UNIT = 8, 16  # kernels need weights whose rows and width are multiples of these
 LARGEST = 448.0  # largest FP8 number; the type has no infinity
 FEW_ROWS = 16  # maximum rows of products that also quantise them
 

@@ -14,7 +14,14 @@ from typing import Any, TypeVar
 
 import torch
 from msgspec import Struct
-from nanovllm_kernels.fp8_reference import BLOCK, FP8, Scaled, quantise_weight
+from nanovllm_kernels.fp8_reference import (
+    BLOCK,
+    FP8,
+    ROWS_UNIT,
+    WIDTH_UNIT,
+    Scaled,
+    quantise_weight,
+)
 from torch import Tensor, nn
 
 from nanovllm.config import ConfigError
@@ -29,9 +36,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {  # values of quantization_config
     "fmt": ("e4m3", "float8_e4m3fn"),
     "activation_scheme": ("dynamic",),
 }
-EVEN_ROWS, EVEN_WIDTH = 8, 16  # what the kernels divide the rows and the width of a weight by
 COPIED = 64 * BLOCK  # rows that are quantised at a time, in float32
-
 
 Made = TypeVar("Made", bound=nn.Module)
 
@@ -124,7 +129,7 @@ def has_whole_blocks(_: str, module: nn.Module) -> bool:
     ends = [(span.start, span.start + span.count, span.full) for _, span in placement.parts]
     is_cut_inside = any(start % BLOCK or (end % BLOCK and end < full) for start, end, full in ends)
     is_whole = block_rows_of(placement) == BLOCK and not is_cut_inside
-    return is_whole and num_rows > 0 and not (num_rows % EVEN_ROWS or width % EVEN_WIDTH)
+    return is_whole and num_rows > 0 and not (num_rows % ROWS_UNIT or width % WIDTH_UNIT)
 
 
 def checkpoint_modules(path: str, layer: int, rules: Iterable[tuple[str, ...]]) -> set[str]:

@@ -110,8 +110,8 @@ class Eagle3Head(DraftHead):
 
     Decision: `fc` is whole on every rank, since a cut one needs a sum over ranks.
 
-    Decision: products may be in fp8, since the target verifies each draft. Every pass reads them
-    all, 0.7 GB for a head of Qwen3-8B in bfloat16.
+    Decision: products may be in fp8, since the target verifies each draft. Every pass reads all of
+    them except `fc`: 0.7 GB for a head of Qwen3-8B in bfloat16.
     """
 
     cos_sin_LA: Tensor
@@ -126,7 +126,9 @@ class Eagle3Head(DraftHead):
         *,
         fp8: bool = False,
     ) -> None:
-        """`fp8`: products are quantised. So is a copy of the target's output head."""
+        """`fp8`: products are quantised. If the head has no output head of its own, drafts are
+        read from an fp8 copy of the target's.
+        """
         super().__init__(target, fp8_head=fp8 and not spec.has_output)
 
         def typed(make: Callable[[], Made]) -> Made:

@@ -210,7 +210,7 @@ def part(rows_NX: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 def pin(tensor: Tensor, owner: object, key: str, whole: str = "") -> None:
     """Pin the memory until the owner is deleted. Raise ConfigError with CUDA's error if it fails.
 
-    `key` is the recipe key that sets its size. `whole` is text about all memory of the key.
+    `key` is the recipe key that sets its size. `whole` describes all of its memory in the error.
     torch's own pinned allocations may be rounded up to a power of two.
     """
     cuda, address = torch.cuda.cudart(), tensor.data_ptr()

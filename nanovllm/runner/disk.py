@@ -68,7 +68,7 @@ def numerics(resolved: Resolved) -> list[object]:
     """Return what decides the last bits of keys and values: device, ranks and kernels.
 
     Decision: only servers with kernels.invariant compare it. Others accept pages with other last
-    bits, and find those of before a change of a kernel.
+    bits, so that their caches stay valid when a kernel changes.
     """
     kernels = msgspec.to_builtins(resolved.recipe.kernels)
     names = {key: name for key, name in kernels.items() if isinstance(name, str)}

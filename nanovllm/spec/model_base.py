@@ -84,8 +84,8 @@ class DraftLoader(Protocol):
     """
 
     layout: CacheLayout  # of this rank's own layers, numbered from 0
-    # The largest weight of this rank that speculate.dtype applies to: [outputs,
-    # inputs]. None: the head belongs to a model of its own.
+    # Shape of a weight of this rank that speculate.dtype applies to: [outputs, inputs]. None: there
+    # is no such weight.
     fp8_shape: tuple[int, int] | None
 
     def __init__(
@@ -102,7 +102,7 @@ class DraftLoader(Protocol):
 
         It may share modules with the target (embedding, head): keep them out of `parameters()`, for
         example in a tuple. `max_tokens` is the length of rotary tables. `target` may be on "meta".
-        `fp8`: the value of speculate.dtype.
+        `fp8`: weights that speculate.dtype applies to are in block fp8.
         """
         ...
 

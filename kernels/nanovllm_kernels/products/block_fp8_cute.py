@@ -57,7 +57,14 @@ from torch import Tensor
 
 from nanovllm_kernels.compile_cache import CachedCompile, Compiled
 from nanovllm_kernels.device import processors
-from nanovllm_kernels.fp8_reference import LARGEST, Quantised, Scaled, empty
+from nanovllm_kernels.fp8_reference import (
+    LARGEST,
+    ROWS_UNIT,
+    WIDTH_UNIT,
+    Quantised,
+    Scaled,
+    empty,
+)
 from nanovllm_kernels.like import compiled, like
 from nanovllm_kernels.ring_cute import (
     box_of,
@@ -148,8 +155,8 @@ def cost(num_rows: int, num_lines: int, num_processors: int, tile: Tile) -> floa
 
 def obstacle(num_lines: int, width: int, block_rows: int = DEEP) -> str | None:
     """Return the reason why the kernels do not support a weight, or None."""
-    if width % 16 or num_lines % 8:
-        return "inputs must be a multiple of 16, and outputs of 8"
+    if width % WIDTH_UNIT or num_lines % ROWS_UNIT:
+        return f"inputs must be a multiple of {WIDTH_UNIT}, and outputs of {ROWS_UNIT}"
     if block_rows % 32:
         return "a multiple of 32 rows must share a scale"
     return None
