@@ -29,8 +29,9 @@ from nanovllm.bench.record import of_this_machine
 from nanovllm.bench.store import put
 from nanovllm.checkpoint import weight_files
 from nanovllm.config import DEMO, Config, load_config
+from nanovllm.models.quantised import in_blocks
 from nanovllm.models.shards import DTYPES
-from nanovllm.models.weights import destinations, fill, in_blocks
+from nanovllm.models.weights import destinations, filler
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.runner.resolved import Resolved, resolve_config
 
@@ -94,7 +95,7 @@ def plain(paths: list[Path]) -> None:
 
 def load(config: Config, resolved: Resolved) -> None:
     """Load the weights as a start does. Each of several ranks would do the same work."""
-    fill(resolved.empty_model(resolved.device), config)
+    filler(resolved.empty_model(resolved.device), config)()
     if resolved.device.type == "cuda":
         torch.cuda.synchronize()
     gc.collect()

@@ -164,7 +164,7 @@ def text_model(config: dict[str, Any]) -> dict[str, Any]:
         return config
     (name,) = config["architectures"]
     text = {"architectures": [name.replace("ForConditionalGeneration", "ForCausalLM")]}
-    return text | {"tie_word_embeddings": config["tie_word_embeddings"]} | config["text_config"]
+    return {**text, "tie_word_embeddings": config["tie_word_embeddings"], **config["text_config"]}
 
 
 def modules_in_bf16(model: dict[str, Any]) -> list[str]:

@@ -15,6 +15,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+    from nanovllm.plan import StepPlan
+    from nanovllm.runner.results import Handle
+    from nanovllm.runner.runner import Runner
 
 VARIABLE = "NANOVLLM_PROFILED"  # for the process of the engine, which imports this file, too
 MOST_NAMES, IN_ORDER, NAME = 30, 40, 100
@@ -24,15 +32,16 @@ class Profiled:
     """A replacement of Runner.launch that counts its calls and profiles some of them."""
 
     def __init__(
-        self, plain: Callable[[object, object], object], file: str, firsts: str, count: int
+        self, plain: Callable[[Runner, StepPlan], Handle], file: str, firsts: str, count: int
     ) -> None:
         self.plain, self.file, self.count = plain, Path(file), count
         self.firsts = [int(first) for first in firsts.split(",")]
-        self.seen, self.profile = 0, None
+        self.seen = 0
+        self.profile: profile | None = None
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.write_text("")
 
-    def launch(self, runner: object, plan: object) -> object:
+    def launch(self, runner: Runner, plan: StepPlan) -> Handle:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
@@ -41,6 +50,7 @@ class Profiled:
         if (is_first or is_last) and kind == "CUDA":
             torch.cuda.synchronize()
         if is_last:
+            assert self.profile is not None
             self.profile.__exit__(None, None, None)
             kernels = [one for one in self.profile.events() if one.device_type.name == kind]
             spans = [(one.time_range.start, one.time_range.end, one.name) for one in kernels]
@@ -79,7 +89,11 @@ if __name__ == "__mp_main__" and VARIABLE in os.environ:
 
     file, firsts, count = os.environ[VARIABLE].split("\n")
     profiled = Profiled(Runner.launch, file, firsts, int(count))
-    Runner.launch = lambda runner, plan: profiled.launch(runner, plan)  # type: ignore[method-assign]
+
+    def launch(self: Runner, plan: StepPlan) -> Handle:
+        return profiled.launch(self, plan)
+
+    Runner.launch = launch  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     from nanovllm.cli import main

@@ -108,8 +108,8 @@ def of_target(recipe: str) -> dict[str, Any]:
 def eagle_head(recipe: str) -> Path:
     """Write the config of an EAGLE-3 head of one layer that fits the model. Return its folder."""
     target = of_target(recipe)
-    same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    same += ("head_dim", "vocab_size", "rms_norm_eps", "rope_theta", "max_position_embeddings")
+    same = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
+    same += ["head_dim", "vocab_size", "rms_norm_eps", "rope_theta", "max_position_embeddings"]
     depth = target["num_hidden_layers"]
     taps = {"eagle_aux_hidden_state_layer_ids": [2, depth // 2, depth - 3]}
     head = {name: target[name] for name in same} | {
@@ -331,9 +331,9 @@ def invariant(recipe: str) -> Iterator[Row]:
             suffix = "-invariant" if key else ""
             yield ours(f"{name}{suffix}", recipe or model, loads, *flags,
                        *setting(kernels__invariant=key), seconds=40)  # fmt: skip
-    for key in ("0", "1"):
-        variables, notes = [f"VLLM_BATCH_INVARIANT={key}"], note(f"invariant={key}")
-        suffix = "-invariant" if key == "1" else ""
+    for value in ("0", "1"):
+        variables, notes = [f"VLLM_BATCH_INVARIANT={value}"], note(f"invariant={value}")
+        suffix = "-invariant" if value == "1" else ""
         yield theirs(f"8b{suffix}", recipe or DENSE, FIVE, *notes, variables=variables, seconds=65)
     test = [sys.executable, "-m", "pytest", "-q", "--tb=short", "tests/gpu/test_invariant.py"]
     yield Row("tests", "nanovllm", test, 240)

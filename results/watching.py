@@ -3,9 +3,8 @@
     python results/watching.py [--rounds N] [--json PATH]
 
 A paper engine (steps at a fixed rate, no model) serves streams. It is measured with the page
-closed, with a thread that sends the page's polls, and, if Chromium is installed, with the page open
-in it. The
-browser runs at a low priority, because it shares the cores with the server here.
+closed, with a thread that sends the page's polls, and, if Chromium is installed, with the page
+open in it. The browser runs at a low priority, because it shares the cores with the server here.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import httpx
@@ -29,6 +29,9 @@ import httpx
 from nanovllm.bench.record import of_this_machine
 from nanovllm.bench.started import started
 from nanovllm.bench.store import put
+
+if TYPE_CHECKING:
+    from selenium.webdriver.remote.webdriver import WebDriver
 
 RATE, TOKENS = 50, 200  # tokens of each stream: in a second, and in all
 POLL_S = 0.25  # between two polls of steps; every fourth poll also reads metrics
@@ -132,7 +135,7 @@ def page(url: str) -> Iterator[bool]:
     driver.quit()
 
 
-def browser_of() -> Callable[[], object] | None:
+def browser_of() -> Callable[[], WebDriver] | None:
     try:
         from selenium import webdriver
         from selenium.webdriver.chrome.service import Service
@@ -145,7 +148,7 @@ def browser_of() -> Callable[[], object] | None:
     for option in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
         options.add_argument(option)
 
-    def start() -> object:
+    def start() -> WebDriver:
         before = os.getpriority(os.PRIO_PROCESS, 0)
         driver = webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver"))
         for each in os.listdir("/proc"):

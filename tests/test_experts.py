@@ -96,7 +96,7 @@ def test_no_such_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"experts.placement: .*x: Expected `array`, got `int`"):
         Spread(str(path))
     path.write_bytes(b'{"\xe9": 0}')
-    with pytest.raises(ConfigError, match=r"experts.placement: .*x: 'utf-8' codec can't decode"):
+    with pytest.raises(ConfigError, match=r"experts.placement: .*x: .*(?i:utf-8)"):
         Spread(str(path))
 
 

@@ -21,7 +21,7 @@ from nanovllm.config import ConfigError
 from nanovllm.ipc.client import EngineClient, EngineLostError
 from nanovllm.log import fields
 from nanovllm.server.engines import Engines
-from nanovllm.server.errors import ApiError, bad_body
+from nanovllm.server.errors import ApiError, decoded
 from nanovllm.server.served import Served
 from nanovllm.wire import LoadAdapter, UnloadAdapter
 
@@ -40,6 +40,10 @@ class UnloadRequest(Struct, frozen=True):
     lora_name: str
 
 
+decode_load = msgspec.json.Decoder(LoadRequest).decode
+decode_unload = msgspec.json.Decoder(UnloadRequest).decode
+
+
 class RuntimeAdapters:
     """Changes of adapters by the operator, one after the other."""
 
@@ -51,10 +55,8 @@ class RuntimeAdapters:
         """Return the text of the answer. Raise ApiError."""
         try:
             if path == LOAD:
-                return await self._load(msgspec.json.decode(body, type=LoadRequest))
-            return await self._unload(msgspec.json.decode(body, type=UnloadRequest))
-        except msgspec.DecodeError as error:
-            raise bad_body(body, error) from None
+                return await self._load(decoded(body, decode_load))
+            return await self._unload(decoded(body, decode_unload))
         except EngineLostError:
             text = "an engine is lost or starting again; load the adapter once all of them are back"
             raise ApiError(503, text, code="unhealthy") from None

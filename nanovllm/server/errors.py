@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 MAX_MESSAGE_CHARS = 1000  # a request cannot inflate its own refusal
 MAX_VALUE_CHARS = 100  # of a value that a message quotes
@@ -110,20 +112,25 @@ def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down", headers=close)
 
 
-def bad_text(body: bytes) -> ApiError:
+def bad_text(body: bytes) -> ApiError | None:
     """Return the error for a body that is not UTF-8, with the place of the first wrong byte."""
-    place = ""
     try:
         body.decode()
-    except UnicodeDecodeError as error:  # the position in msgspec's error is that in a string
-        place = f": {error.reason} (byte {error.start})"
-    return ApiError(400, f"the body is not valid UTF-8{place}", code="invalid_json")
+    except UnicodeDecodeError as error:
+        text = f"the body is not valid UTF-8: {error.reason} (byte {error.start})"
+        return ApiError(400, text, code="invalid_json")
+    return None
 
 
-def bad_body(body: bytes, error: msgspec.DecodeError) -> ApiError:
-    """Return the error for a body that msgspec refuses: not JSON, or a field of the wrong type."""
+def bad_body(body: bytes, error: msgspec.DecodeError | UnicodeDecodeError) -> ApiError:
+    """Return the error for a body that msgspec refuses: not JSON, or a field of the wrong type.
+
+    msgspec raises DecodeError for text that is not UTF-8 since 0.23, UnicodeDecodeError before.
+    """
     text = str(error)
     if not isinstance(error, msgspec.ValidationError):
+        if (refusal := bad_text(body)) is not None:
+            return refusal
         if (refusal := half_pair(body)) is not None:
             return refusal
         return ApiError(400, f"the body is not valid JSON: {text}", code="invalid_json")
@@ -133,6 +140,16 @@ def bad_body(body: bytes, error: msgspec.DecodeError) -> ApiError:
     param = ".".join(found[1] for found in (path, missing) if found) or None
     text = f"{param} is missing" if missing else f"{param or 'the body'}: {complaint}"
     return ApiError(400, text, param=param, code="invalid_type")
+
+
+def decoded(body: bytes, decode: Callable[[bytes], T]) -> T:
+    """Return what `decode`, of msgspec, makes of a body. Raise ApiError if it can't."""
+    try:
+        return decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_body(body, error) from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
 
 
 def half_pair(body: bytes) -> ApiError | None:

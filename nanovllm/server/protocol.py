@@ -20,9 +20,8 @@ from msgspec import Struct, structs
 
 from nanovllm.server.errors import (
     ApiError,
-    bad_body,
-    bad_text,
     bad_value,
+    decoded,
     invalid_field,
     unknown_model,
 )
@@ -237,18 +236,12 @@ def parse_request(
     `adapters` are further names; a refusal lists all but the paths.
     """
     try:
-        request = _decoder.decode(body)
-    except msgspec.DecodeError as error:
-        refusal = bad_body(body, error)
+        request = decoded(body, _decoder.decode)
+    except ApiError as refusal:
         if refusal.param in allowed and "out of range" in refusal.message:
-            refusal = invalid_field(
-                refusal.param, f"must be {allowed[refusal.param]}; the value is far outside"
-            )
-        raise refusal from None
-    except UnicodeDecodeError:
-        raise bad_text(body) from None
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
+            text = f"must be {allowed[refusal.param]}; the value is far outside"
+            raise invalid_field(refusal.param, text) from None
+        raise
     names = [model, *other_names, *adapters]
     if request.model not in (None, *names) and request.model not in paths:
         raise unknown_model(str(request.model), names)

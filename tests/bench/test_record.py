@@ -55,7 +55,7 @@ def test_a_broken_record_is_refused_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"a\.json is not a record: .*speed"):
         record.read(path)
     path.write_bytes(b'{"kind": "\xe9"}')
-    with pytest.raises(ConfigError, match=r"a\.json is not a record: 'utf-8' codec can't decode"):
+    with pytest.raises(ConfigError, match=r"a\.json is not a record: .*(?i:utf-8)"):
         record.read(path)
     with pytest.raises(ConfigError, match=r"missing\.json is not a record"):
         record.read(tmp_path / "missing.json")

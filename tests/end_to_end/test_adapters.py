@@ -117,6 +117,19 @@ def test_adapters_change_while_the_server_runs(served: tuple[Server, Path]) -> N
     assert counts == [("capacity", "1"), ("loaded", "1"), ("in_use", "0")]
 
 
+def test_a_body_that_is_not_json_is_refused(served: tuple[Server, Path]) -> None:
+    server, _ = served
+    for route in ("load_lora_adapter", "unload_lora_adapter"):
+        for body, words in (
+            (b"{", "the body is not valid JSON"),
+            (b'{"lora_name": "\xe9"}', "the body is not valid UTF-8: invalid continuation byte"),
+            (b'{"a": ' + b"[" * 50_000, "the body is nested too deeply"),
+        ):
+            refused = httpx.post(f"{server.url}/v1/{route}", headers=KEY, content=body)
+            assert refused.status_code == 400, refused.text
+            assert refused.json()["error"]["message"].startswith(words)
+
+
 def test_bad_loads_are_refused_and_the_server_goes_on(served: tuple[Server, Path]) -> None:
     server, folder = served
     before, listed = text_of(server, "pirate"), names(server).keys()

@@ -335,17 +335,16 @@ def test_not_json_at_all(content: bytes, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b'{"architectures": ["\xe9"]}', "'utf-8' codec can't decode byte 0xe9 in position 0"),
-        (b'{"a": ' + b"[" * 100_000, "maximum recursion depth exceeded"),
+        (b'{"architectures": ["\xe9"]}', "(?i:.*utf-8.*)"),
+        (b'{"a": ' + b"[" * 100_000, "maximum recursion depth exceeded.*"),
     ],
 )
 def test_text_of_another_encoding_and_text_without_an_end(
     content: bytes, said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=rf"^\S+/config\.json: {said}$"):
         read_model_config(config_of(tmp_path))
-    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: {said}")
 
 
 def test_no_config_at_all(tmp_path: Path) -> None:
