@@ -180,7 +180,8 @@ class Moved:
     ok: bool = True  # False: the content of its targets is undefined
     num_bytes: int = 0
     seconds: float = 0.0  # of the copies between device and host memory
-    fetch_s: float = 0.0  # of a load's pages from the tier below to host memory
+    # Of a load's pages from the tier below to host memory; 0 if it says nothing about the tier.
+    fetch_s: float = 0.0
     # Host slots of a load's fetches that stay without content: their pages were filled directly.
     blank: frozenset[int] = frozenset()
     lost: tuple[bytes, ...] = ()  # keys of fetches that the tier below could not read

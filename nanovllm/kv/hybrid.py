@@ -306,13 +306,14 @@ class HybridMemory(TieredMemory):
 
     # -- departures -------------------------------------------------------------------------
 
-    def lend(self, request_id: int, num_pages: int) -> Lent:
+    def lend(self, request_id: int, num_pages: int, *, is_whole: bool = True) -> Lent:
         """Lend the pages before the longest saved state, and hold this state.
 
-        At most half of the places hold states for other engines.
+        At most half of the places hold states for other engines. The state is saved last, so no
+        pages of a prompt are lent before it is whole.
         """
         holding = self._holdings.get(request_id)
-        if holding is None or 2 * self.states.num_held >= self.states.count:
+        if holding is None or not is_whole or 2 * self.states.num_held >= self.states.count:
             return Lent([], b"")
         state = self.states.longest(holding.keys, num_pages * self.page_tokens)
         if state is None:

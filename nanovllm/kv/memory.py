@@ -389,15 +389,25 @@ class KVMemory:
             self._forget(page)
             self.pool.blank(page)
 
-    def lend(self, request_id: int, num_pages: int) -> Lent:
-        """Hold the first pages of a request once more. Return them, if all are registered."""
+    def lend(self, request_id: int, num_pages: int, *, is_whole: bool = True) -> Lent:
+        """Hold the first pages of a request once more. Return them, if all are registered.
+
+        If the prompt is not whole, the pages may still have to be computed.
+        """
         holding = self._holdings.get(request_id)
-        if holding is None or not 0 < num_pages <= holding.num_named:
+        if holding is None or not 0 < num_pages <= (
+            holding.num_named if is_whole else len(holding.pages) * self.prefix
+        ):
             return Lent([], b"")
         pages = holding.pages[:num_pages]
         for page in pages:
             self.pool.hold(page)
         return Lent(pages, holding.keys.full(num_pages - 1))
+
+    def has_computed(self, request_id: int, num_pages: int) -> bool:
+        """Return True if the first pages of a request are full and registered."""
+        holding = self._holdings.get(request_id)
+        return holding is not None and num_pages <= holding.num_named
 
     def take_back(self, pages: Sequence[int], state: int = -1) -> None:
         """Drop pages and a state that `lend` returned."""

@@ -270,7 +270,8 @@ class Mover:
         """Copy a load's pages that are in host memory now. The others have been filled directly."""
         own, filled = fetch.copies.ticket, fetch.arrivals.filled
         blank = frozenset(slot for slot, page in fetch.copies.pairs if page in filled)
-        fetch_s = time.perf_counter() - fetch.begun_s
+        took_s = time.perf_counter() - fetch.begun_s
+        fetch_s = 0.0 if fetch.arrivals.were_awaited else took_s
         pairs = [pair for pair in fetch.copies.pairs if pair[0] not in blank]
         if pairs or fetch.copies.state_fetches:
             self._fetch_s[own], self._blank[own] = fetch_s, blank

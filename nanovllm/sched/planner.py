@@ -91,8 +91,8 @@ class Planner(Protocol):
         """Process the end of a transfer."""
         ...
 
-    def take_back(self, pages: Sequence[int], state: int = -1) -> None:
-        """Release pages and a state whose lease has ended."""
+    def take_back(self, pages: Sequence[int], state: int = -1, request: str = "") -> None:
+        """Release pages and a state whose lease has ended. Abort its request if it still runs."""
         ...
 
     def computed(self, num_tokens: int, seconds: float) -> None:

@@ -10,28 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Protocol
 
 from nanovllm.kv.memory import Found, KVMemory
 from nanovllm.plan import CORRUPTED, Admit, Chunk, Grant, Moved
 from nanovllm.sched.adapters import BASE, AdapterSlots
 from nanovllm.sched.decoding import Decoding
+from nanovllm.sched.lending import Lending, PageLender
 from nanovllm.sched.policy import LOOKED_AT, ByUrgency, urgency, worth_waiting
 from nanovllm.sched.request import Request, State, arrive
-from nanovllm.wire import Finish, FinishReason, Generate, Refusal, RefusalKind, Started, StepOutput
-
-
-class PageLender(Protocol):
-    """Grants leases of pages to decode servers."""
-
-    def lend(
-        self, request: str, pages: Sequence[int], text: bytes, num_tokens: int, *, state: int
-    ) -> str:
-        """Return the object of the answer in JSON, or "" without a lease.
-
-        `text` is the key of the last page. `state` is a checkpoint, or -1.
-        """
-        ...
+from nanovllm.wire import FinishReason, Generate, Refusal, RefusalKind, Started, StepOutput
 
 
 @dataclass(slots=True)
@@ -68,7 +55,7 @@ class Queue:
         lender: PageLender | None = None,
     ) -> None:
         self.memory = memory
-        self.lender = lender
+        self.lending = Lending(memory, lender)
         self.decoding = decoding
         self.adapters = adapters
         self.max_model_tokens = max_model_tokens
@@ -321,33 +308,42 @@ class Queue:
         plan.num_tokens += end - done
         plan.max_length = max(plan.max_length, end)
 
-    def issue(self, plan: OpenPlan) -> list[Request]:
-        """Register the plan's pages. Return the requests whose last chunk is in the plan.
+    def issue(self, step: int, plan: OpenPlan) -> list[Request]:
+        """Register the pages of a step's plan. Return the requests whose last chunk is in it.
 
         Decoding.issue() changes their state.
         """
         self.memory.publish()
-        firsts = [r for r, c in zip(plan.chunked, plan.chunks, strict=True) if c.samples]
-        for request in firsts:
-            self.prefilling.remove(request)
+        firsts = []
+        for request, chunk in zip(plan.chunked, plan.chunks, strict=True):
+            if chunk.samples:
+                firsts.append(request)
+                self.prefilling.remove(request)
+            else:
+                self.lending.issued(step, request, chunk.start + chunk.num_tokens)
         return firsts
 
     # -- departures -------------------------------------------------------------------------
 
     def preempt(self, victim: Request) -> None:
-        """Move a request back to the queue. It recomputes later, mostly from its cached pages."""
+        """Move a request back to the queue. It recomputes later, mostly from its cached pages.
+
+        One whose pages are lent is ended: the decode server computes its prompt.
+        """
         self.num_preemptions += 1
         victim.may_load = True
         self._leave(victim, State.WAITING)
         self.memory.mark_unverified(victim.id, victim.written)
         self.memory.release(victim.id)
         self.waiting.add(victim)
+        if self.lending.was_answered(victim):
+            self.retire(victim, FinishReason.ABORT)
 
     def retire(self, request: Request, reason: FinishReason) -> None:
         """End a request. Results that are still in flight for it are dropped."""
         del self.by_id[request.id]
-        handover = self._lend(request, reason) if request.spec.lends else ""
-        self.events.finished.append(Finish(request.id, reason, handover))
+        if (answer := self.lending.end(request, reason)) is not None:
+            self.events.finished.append(answer)
         if request.state is State.WAITING:
             self.waiting.remove(request)
             request.state = State.FINISHED
@@ -361,24 +357,9 @@ class Queue:
             self.memory.mark_unverified(request.id, request.written)
         self.memory.release(request.id)
 
-    def _lend(self, request: Request, reason: FinishReason) -> str:
-        """Return the handover of a request that has ended. Its leading pages stay held."""
-        is_whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if self.lender is None or not is_whole:
-            return ""
-        memory = self.memory
-        num_pages = (request.num_prompt - 1) // memory.page_tokens  # D computes the last token
-        pages, text, state = memory.lend(request.id, num_pages)
-        if not pages:
-            return ""
-        num_tokens = len(pages) * memory.page_tokens
-        handover = self.lender.lend(str(request.id), pages, text, num_tokens, state=state)
-        if not handover:
-            memory.take_back(pages, state)
-        return handover
-
     def _leave(self, request: Request, state: State) -> None:
         """Free a request's slot, and change its state."""
+        self.lending.left(request)
         if request.state is State.PREFILLING:
             self.prefilling.remove(request)
         elif self.arriving.pop(request.id, None) is not None and request in self._arrived:
@@ -388,6 +369,12 @@ class Queue:
         self._free_slots.append(request.slot)
         request.slot = -1
         request.state = state
+
+    def take_back(self, pages: Sequence[int], state: int, request_id: str) -> None:
+        """Release pages and a state whose lease has ended. Abort its request if it still runs."""
+        self.memory.take_back(pages, state)
+        if (request := self.lending.not_wanted(request_id)) is not None:
+            self.retire(request, FinishReason.ABORT)
 
     def handle_late_result(self, request: Request, tokens: list[int]) -> int:
         """Take a result for a request without a slot. Return how many of its tokens are kept."""

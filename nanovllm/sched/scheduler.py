@@ -74,9 +74,10 @@ from nanovllm.plan import (
 )
 from nanovllm.sched.adapters import AdapterSlots
 from nanovllm.sched.decoding import Decoding, Flight, Rows, rows_of
+from nanovllm.sched.lending import PageLender
 from nanovllm.sched.planner import Snapshot
 from nanovllm.sched.policy import MIN_SAVED_TOKENS, prompt_budget
-from nanovllm.sched.queue import OpenPlan, PageLender, Queue
+from nanovllm.sched.queue import OpenPlan, Queue
 from nanovllm.sched.request import Request, State
 from nanovllm.speculate import Drafts
 from nanovllm.wire import (
@@ -268,7 +269,7 @@ class Scheduler:
         self._step += 1
         self._fed += plan.num_tokens
         self._steps_by_tokens[bisect_left(STEP_TOKENS, plan.num_tokens)] += 1
-        firsts = self.queue.issue(plan) if plan.chunks else []
+        firsts = self.queue.issue(self._step, plan) if plan.chunks else []
         rows, same = self._decoding.issue(self._step, decodes, drafts_R, firsts)
         return StepPlan(
             step=self._step,
@@ -295,9 +296,9 @@ class Scheduler:
         """Process the end of a transfer."""
         self.queue.moved(moved)
 
-    def take_back(self, pages: Sequence[int], state: int = -1) -> None:
-        """Release pages and a state whose lease has ended."""
-        self.memory.take_back(pages, state)
+    def take_back(self, pages: Sequence[int], state: int = -1, request: str = "") -> None:
+        """Release pages and a state whose lease has ended. Abort its request if it still runs."""
+        self.queue.take_back(pages, state, request)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Note the device time of a step that computed only prompts, `num_tokens` in all."""
@@ -392,7 +393,11 @@ class Scheduler:
         if len(tokens) != len(rows.requests):
             count = len(rows.requests)
             raise ValueError(f"{len(tokens)} rows of tokens for a step of {count} rows")
+        hidden_R = self.queue.lending.hidden(rows.ids)
         kept_R = self._append(flight, result)
+        if hidden_R is not None:
+            kept_R[hidden_R] = 0
+        self.queue.events.finished.extend(self.queue.lending.completed(result.step))
         logprobs = [
             TokenLogprobs(
                 request_id=int(rows.ids[p.row]),

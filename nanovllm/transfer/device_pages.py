@@ -106,13 +106,14 @@ class MemoryReader(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Arrivals:
     """D's pages that a load may fill directly, by the key of their content."""
 
     pages: Mapping[bytes, int]
     ready: object = None  # event after which nothing reads or writes the pages
     filled: set[int] = field(default_factory=set)  # once their fetch has succeeded
+    were_awaited: bool = False  # P was still computing some pages, so times say little of the link
 
 
 def this_process() -> tuple[str, str]:

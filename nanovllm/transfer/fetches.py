@@ -1,6 +1,7 @@
 """Loads of one request's pages from P: their states, and the results for D's engine.
 
-Life of a fetch: queued -> running -> done. The thread that reads from P copies a page only under
+Life of a fetch: queued -> running -> done. A running one whose pages P still computes is queued
+again if others wait. The thread that reads from P copies a page only under
 the lock and only while the fetch is running. So `cancel` gives the buffers back at once. Copies on
 the device are made without the lock, and `cancel` waits for the end of one.
 """
@@ -18,6 +19,8 @@ import numpy as np
 from nanovllm.transfer.device_pages import Arrivals
 from nanovllm.transfer.tickets import Ticket
 
+LATE_S = 0.01  # a longer wait for complete pages is P's, not the network's
+
 
 @dataclass(slots=True, eq=False)
 class Fetch:
@@ -30,11 +33,27 @@ class Fetch:
     targets: Sequence[int] = ()  # those of the places; unused for parts of a state
     is_written: bool = False  # a copy to the targets is under way
     copied_bytes: int = 0  # to the targets, of copies that P has no report of
+    num_ready: int = 0  # leading pages of the ticket that P has computed, as far as is known
+    num_read: int = 0  # places that have been read
+    read_s: float = 0.0  # time spent on it, without waiting for P to compute
 
     @property
     def num_direct(self) -> int:
         """Number of places that are pages. Parts of a recurrent state follow them."""
         return sum(place < len(self.ticket.pages) for place in self.places)
+
+    def ready_places(self, most: int) -> Sequence[int]:
+        """Return the next places to read: at most `most`, all of which P has computed."""
+        places = self.places[self.num_read : self.num_read + most]
+        if self.num_ready == len(self.ticket.pages):
+            return places
+        return [place for place in places if place < self.num_ready]
+
+    def waited(self, seconds: float) -> None:
+        """Note a wait for pages that P had to compute, which says nothing about the link."""
+        self.read_s -= seconds
+        if seconds > LATE_S and self.arrivals is not None:
+            self.arrivals.were_awaited = True
 
     def end(self) -> None:
         """Give the buffers back to the caller."""
@@ -130,6 +149,15 @@ class Fetches:
                 fetch.is_written = False
                 self._changed.notify_all()
         return fetch.state == "running"
+
+    def postpone(self, fetch: Fetch) -> bool:
+        """Queue a running fetch behind the others. Return False if there are none."""
+        with self._changed:
+            if not self._queue or fetch.state != "running":
+                return False
+            fetch.state, self._running = "queued", None
+            self._queue.append(fetch)
+            return True
 
     def is_running(self, fetch: Fetch) -> bool:
         return fetch.state == "running"

@@ -1,7 +1,11 @@
-"""Leases of P: pages of finished prompts, held until D has read them or the lease has ended.
+"""Leases of P: pages of prompts, held until D has read them or the lease has ended.
 
     grant -> held -> finish (done, not wanted) -> pages return to the pool
                   -> expired -> scan           -> pages return to the pool
+                  -> revoke                    -> pages return to the pool
+
+A lease may be granted while P still computes the prompt. `advance` then tells which pages are
+complete, and D waits for them (`wait_for`). If P cannot compute the rest, it revokes the lease.
 
 The law: pages return only after `is_held` has become False for their generation. D requests
 `is_held` after its read and uses the pages only if the answer is True. So no text is computed from
@@ -13,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,6 +37,7 @@ class Lease:
     pages: tuple[int, ...]
     expires: float
     last_end: float  # no heartbeat extends the lease beyond it
+    num_ready: int  # leading pages that are complete
     state: int = -1  # checkpoint of the state after the pages; -1: the model has none
     done: set[int] = field(default_factory=set)  # shares that have been read
     reported: set[int] = field(default_factory=set)  # shares whose copied bytes are counted
@@ -55,6 +60,7 @@ class Leases:
         self._holders: Counter[int] = Counter()  # leases by page; prompts may share pages
         self._latest = 0
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # pages are complete, or a lease has ended
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -69,8 +75,13 @@ class Leases:
         with self._lock:
             return len(self._holders.keys() | pages)
 
-    def grant(self, request: str, pages: Iterable[int], state: int = -1) -> int:
-        """Hold pages and a state for a reader. Return the generation, which is never used again."""
+    def grant(
+        self, request: str, pages: Sequence[int], state: int = -1, *, num_ready: int | None = None
+    ) -> int:
+        """Hold pages and a state for a reader. Return the generation, which is never used again.
+
+        The first `num_ready` pages are complete, by default all.
+        """
         now = self._clock()
         with self._lock:
             self._latest += 1
@@ -80,11 +91,43 @@ class Leases:
                 pages=tuple(pages),
                 expires=now + self._lease_s,
                 last_end=now + MAX_LEASE_S,
+                num_ready=len(pages) if num_ready is None else num_ready,
                 state=state,
             )
             self._holders.update(self._leases[self._latest].pages)
             self.counts["granted"] += 1
             return self._latest
+
+    def advance(self, generation: int, num_ready: int) -> None:
+        """Note that the first `num_ready` pages of a lease are complete."""
+        with self._changed:
+            if (lease := self._leases.get(generation)) is not None:
+                lease.num_ready = num_ready
+                self._changed.notify_all()
+
+    def wait_for(self, generation: int, num_pages: int, timeout_s: float) -> int | None:
+        """Wait until the first `num_pages` pages are complete. Return the number of complete ones.
+
+        It is smaller after `timeout_s`. Return None if the lease has ended.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (lease := self._held(generation)) is None or lease.num_ready >= num_pages,
+                timeout_s,
+            )
+            lease = self._held(generation)
+            return None if lease is None else lease.num_ready
+
+    def revoke(self, generation: int) -> Lease | None:
+        """End a lease whose pages P cannot complete. Return it; its pages go to the pool.
+
+        Return None if it has ended already.
+        """
+        with self._lock:
+            if generation not in self._leases:
+                return None
+            self.counts["revoked"] += 1
+            return self._removed(generation)
 
     def is_held(self, generation: int) -> bool:
         """Return True if the pages of this generation have not returned to the pool."""
@@ -153,6 +196,7 @@ class Leases:
             self._holders[page] -= 1
             if not self._holders[page]:
                 del self._holders[page]
+        self._changed.notify_all()
         return lease
 
     def _held(self, generation: int) -> Lease | None:

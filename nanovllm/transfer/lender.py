@@ -1,8 +1,9 @@
-"""P's side of transfers: leases of finished prompts, and the server that sends their pages.
+"""P's side of transfers: leases of prompts, and the server that sends their pages.
 
-Life of a lease: lend() grants it and returns the object of P's answer. D reads the pages through
-the server and ends the lease. Without that, a timer ends it at its expiry, also if P is idle. Both
-call `give_back` from a thread; the engine then returns the pages to its pool.
+Life of a lease: lend() grants it and returns the object of P's answer. The prompt may still be
+computed then: advance() tells how far it is. D reads the pages through the server and ends the
+lease. Without that, a timer ends it at its expiry, also if P is idle. Both call `give_back` from a
+thread; the engine then returns the pages to its pool.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class Lender:
         self._lease_s = lease_s
         self._close_memory = close_memory
         self._give_back: Callable[[Lease], None] = lambda _: None
+        self._incomplete: dict[str, int] = {}  # generations by request; for the engine's thread
+        self.num_ranks = num_ranks
         self._closing = threading.Event()
         card = EngineCard(
             engine=self.engine,
@@ -82,19 +85,30 @@ class Lender:
         self._give_back = give_back
 
     def lend(
-        self, request: str, pages: Sequence[int], text: bytes, num_tokens: int, *, state: int = -1
+        self,
+        request: str,
+        pages: Sequence[int],
+        text: bytes,
+        num_tokens: int,
+        *,
+        state: int = -1,
+        num_ready: int | None = None,
     ) -> str:
         """Grant a lease of pages that the caller holds. Return the object of the answer in JSON.
 
         `text` is the key of the last page, `state` the checkpoint after it. Return "" if too many
-        pages are leased already.
+        pages are leased already. With `num_ready`, the pages after that number are not complete:
+        the caller must call `advance` for them, or `revoke`.
         """
         if not pages or self.leases.num_pages_with(pages) > self.most_pages:
             return ""
+        generation = self.leases.grant(request, pages, state, num_ready=num_ready)
+        if num_ready is not None:
+            self._incomplete[request] = generation
         ticket = Ticket(
             version=VERSION,
             engine=self.engine,
-            generation=self.leases.grant(request, pages, state),
+            generation=generation,
             request=request,
             pages=tuple(pages),
             text=text,
@@ -105,6 +119,15 @@ class Lender:
         )
         params = answer_params(self._key.sign(ticket), self.engine, request, num_tokens)
         return msgspec.json.encode(params).decode()
+
+    def advance(self, request: str, num_ready: int, *, is_last: bool = False) -> None:
+        """Note that the first `num_ready` pages of an incomplete lease are complete."""
+        generation = self._incomplete.pop(request) if is_last else self._incomplete[request]
+        self.leases.advance(generation, num_ready)
+
+    def revoke(self, request: str) -> Lease | None:
+        """End an incomplete lease. Return it; None if it has ended already."""
+        return self.leases.revoke(self._incomplete.pop(request))
 
     @property
     def sent_bytes(self) -> int:

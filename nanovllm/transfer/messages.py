@@ -13,6 +13,7 @@ from nanovllm.transfer.sealed import LENGTH, PeerError
 
 MAX_REQUEST = 1 << 18  # bytes of a message to P; a heartbeat for 20,000 leases has less
 MAX_HEADER = 1 << 20  # bytes of a message to D besides the page
+WAIT_S = 0.1  # longest delay of `ReadyPages`
 MOST_COPIED = 1 << 44  # bytes of one prompt, so that their sum stays a number of 64 bits
 
 
@@ -31,8 +32,8 @@ class EngineCard(Struct, frozen=True, tag="engine"):
 class ReadPages(Struct, frozen=True, tag="read"):
     """Request of D for pages `first` to `first + count - 1` of a lease.
 
-    P sends each as `PageBytes`, or one `EndedLeases`. The parts of the lease's recurrent state
-    follow its last page, and count as pages.
+    P sends each as `PageBytes`, or one `EndedLeases`. D waits for pages with `WaitForPages` before.
+    The parts of the lease's recurrent state follow its last page, and count as pages.
 
     D cannot name a page of P's cache, only places in the list of the lease. Each of the `shares`
     ranks of D reads the heads that it has.
@@ -48,6 +49,21 @@ class ReadPages(Struct, frozen=True, tag="read"):
 class PageBytes(Struct, frozen=True, tag="page"):
     generation: int
     place: int  # in the list of the lease
+
+
+class WaitForPages(Struct, frozen=True, tag="wait"):
+    """Request of D to wait until the first `count` pages of a lease are complete.
+
+    The answer is `ReadyPages`, with fewer pages if that takes longer than WAIT_S, or `EndedLeases`.
+    """
+
+    generation: int
+    count: int
+
+
+class ReadyPages(Struct, frozen=True, tag="ready"):
+    generation: int
+    count: int  # leading pages that are complete
 
 
 class CheckLease(Struct, frozen=True, tag="check"):
@@ -85,8 +101,8 @@ class FinishLease(Struct, frozen=True, tag="finish"):
     copied_bytes: Annotated[int, Meta(ge=0, le=MOST_COPIED)] = 0
 
 
-ToP: TypeAlias = ReadPages | CheckLease | Heartbeat | FinishLease
-ToD: TypeAlias = EngineCard | PageBytes | LeaseAnswer | EndedLeases
+ToP: TypeAlias = WaitForPages | ReadPages | CheckLease | Heartbeat | FinishLease
+ToD: TypeAlias = EngineCard | ReadyPages | PageBytes | LeaseAnswer | EndedLeases
 T = TypeVar("T")
 
 

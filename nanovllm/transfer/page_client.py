@@ -6,7 +6,8 @@ Theory of operation:
    is looked up among these, so no address is ever taken from a request.
 2. A fetch requests WINDOW pages at a time. Each page is received into memory of the thread, its MAC
    is checked, and then it is copied to the caller's buffer. Inside one host, device_pages.py
-   instead copies the pages between the devices.
+   instead copies the pages between the devices. P may still compute the prompt: D waits until the
+   wanted pages are complete, and reads other tickets meanwhile.
 3. After the last page P confirms that the lease still holds. Only then is the result True.
 4. Every fetch ends with one message to P: done, or not wanted. If the connection is lost, the
    result is False. P receives the message after the next connection to the same start of P.
@@ -21,10 +22,10 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -48,7 +49,9 @@ from nanovllm.transfer.messages import (
     LeaseAnswer,
     PageBytes,
     ReadPages,
+    ReadyPages,
     ToD,
+    WaitForPages,
     decode,
     encode,
 )
@@ -59,6 +62,7 @@ WINDOW = 4  # pages that are requested at once
 RETRY_S, MAX_RETRY_S = 0.5, 30.0  # pauses between connections
 log = logging.getLogger("transfer")
 M = TypeVar("M", bound=Struct)
+Progress: TypeAlias = Literal["read", "postponed", "lost"]
 
 
 class ReaderLimits(Struct, frozen=True, kw_only=True):
@@ -267,52 +271,86 @@ class PeerReader:
                 self._beat()
             elif self.fetches.is_running(fetch):
                 began = time.monotonic()
-                ok = self._fetch(fetch)
-                if ok:
-                    self._measured(len(fetch.places), time.monotonic() - began)
-                self._finish(fetch, "done" if ok else "not wanted")
-                self.fetches.finish(fetch, ok)
+                result = self._fetch(fetch)
+                fetch.read_s += time.monotonic() - began
+                if result != "postponed":
+                    self._end(fetch, ok=result == "read")
             else:
                 self._finish(fetch, "not wanted")
 
-    def _fetch(self, fetch: Fetch) -> bool:
-        """Read all pages. Return False if the lease ended meanwhile, or the fetch was cancelled."""
-        generation, at = fetch.ticket.generation, 0
-        if self._memory is not None and fetch.arrivals is not None:
-            if not self._copy(fetch, self._memory, ready=fetch.arrivals.ready):
-                return False
-            at = fetch.num_direct
-        for first, count in windows(fetch.places[at:]):
-            self._connection.send(self._wanted(generation, first, count))
-            for place in range(first, first + count):
-                message, data = self._receive(PageBytes, EndedLeases)
-                if isinstance(message, EndedLeases):
-                    return False
-                if message != PageBytes(generation, place) or len(data) != self._limits.page_bytes:
-                    raise PeerError("protocol", "it sent another page")
-                self.fetches.copy(fetch, at, data)
-                at += 1
-            if not self.fetches.is_running(fetch):
-                return False
+    def _end(self, fetch: Fetch, *, ok: bool) -> None:
+        if ok:
+            self._measured(len(fetch.places), fetch.read_s)
+        self._finish(fetch, "done" if ok else "not wanted")
+        self.fetches.finish(fetch, ok)
+
+    def _fetch(self, fetch: Fetch) -> Progress:
+        """Read all pages that were not read before.
+
+        The result is "lost" if the lease has ended, or if the fetch was cancelled.
+        """
+        direct = fetch.num_direct if self._memory is not None and fetch.arrivals is not None else 0
+        while (at := fetch.num_read) < len(fetch.places):
+            if (progress := self._wait_for(fetch, fetch.places[at] + 1)) != "read":
+                return progress
+            if at < direct:
+                count = len(fetch.ready_places(min(AT_ONCE, direct - at)))
+                is_read = self._copy(fetch, count)
+            else:
+                count = run_length(fetch.ready_places(WINDOW))
+                is_read = self._receive_pages(fetch, count)
+            if not is_read:
+                return "lost"
+            fetch.num_read += count
             self._beat_if_due()
+        generation = fetch.ticket.generation
         self._connection.send(encode(CheckLease(generation)))
         checked, _ = self._receive(LeaseAnswer)
         is_held = checked == LeaseAnswer(generation, True)
-        if is_held and self._memory is not None and fetch.arrivals is not None:
-            fetch.arrivals.filled.update(fetch.targets[: fetch.num_direct])
-        return is_held
+        if is_held and direct and fetch.arrivals is not None:
+            fetch.arrivals.filled.update(fetch.targets[:direct])
+        return "read" if is_held else "lost"
 
-    def _copy(self, fetch: Fetch, memory: PeerMemory, ready: object) -> bool:
-        """Copy the pages between the devices. Return False if the fetch was cancelled."""
-        count = fetch.num_direct
-        pages = [fetch.ticket.pages[place] for place in fetch.places[:count]]
-        pairs = list(zip(pages, fetch.targets[:count], strict=True))
-        for at in range(0, count, AT_ONCE):
-            copy = partial(memory.copy, pairs[at : at + AT_ONCE], ready)
-            if not self.fetches.run(fetch, copy):
-                return False
+    def _wait_for(self, fetch: Fetch, count: int) -> Progress:
+        """Wait until P has computed the first `count` pages of a ticket.
+
+        The result is "postponed" if other fetches can be read meanwhile.
+        """
+        generation, count = fetch.ticket.generation, min(count, len(fetch.ticket.pages))
+        while fetch.num_ready < count:
+            began = time.monotonic()
+            self._connection.send(encode(WaitForPages(generation, count)))
+            answer, _ = self._receive(ReadyPages, EndedLeases)
+            if not isinstance(answer, ReadyPages) or not self.fetches.is_running(fetch):
+                return "lost"
+            fetch.num_ready = answer.count
+            fetch.waited(time.monotonic() - began)
             self._beat_if_due()
-        return True
+            if fetch.num_ready < count and self.fetches.postpone(fetch):
+                return "postponed"
+        return "read"
+
+    def _receive_pages(self, fetch: Fetch, count: int) -> bool:
+        """Read consecutive pages by socket. Return False if they cannot be used."""
+        generation, first = fetch.ticket.generation, fetch.places[fetch.num_read]
+        self._connection.send(self._wanted(generation, first, count))
+        for nth in range(count):
+            message, data = self._receive(PageBytes, EndedLeases)
+            if isinstance(message, EndedLeases):
+                return False
+            is_right = message == PageBytes(generation, first + nth)
+            if not is_right or len(data) != self._limits.page_bytes:
+                raise PeerError("protocol", "it sent another page")
+            self.fetches.copy(fetch, fetch.num_read + nth, data)
+        return self.fetches.is_running(fetch)
+
+    def _copy(self, fetch: Fetch, count: int) -> bool:
+        """Copy pages between the devices. Return False if the fetch was cancelled."""
+        assert self._memory is not None and fetch.arrivals is not None
+        at = slice(fetch.num_read, fetch.num_read + count)
+        pages = [fetch.ticket.pages[place] for place in fetch.places[at]]
+        pairs = list(zip(pages, fetch.targets[at], strict=True))
+        return self.fetches.run(fetch, partial(self._memory.copy, pairs, fetch.arrivals.ready))
 
     def _measured(self, num_pages: int, seconds: float) -> None:
         """Note the size and time of a fetch. Log the rate of the first one."""
@@ -378,14 +416,6 @@ def check_card(card: EngineCard, limits: ReaderLimits) -> None:
         raise PeerError(name, f"its {name} differs: {remedy}")
 
 
-def windows(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first place and the number of each run of at most WINDOW consecutive places."""
-    at = 0
-    while at < len(places):
-        count = 1
-        while (
-            count < WINDOW and at + count < len(places) and places[at + count] == places[at] + count
-        ):
-            count += 1
-        yield places[at], count
-        at += count
+def run_length(places: Sequence[int]) -> int:
+    """Return how many of the places are consecutive, from the first one on."""
+    return sum(place == places[0] + nth for nth, place in enumerate(places))

@@ -310,6 +310,42 @@ def test_servers_with_several_engines() -> None:
             server.stop()
 
 
+def test_a_long_prompt_is_read_while_it_is_computed() -> None:
+    """P answers after its first chunk. An abort of D ends the prompt at P, too."""
+    listen, (peer, _) = pair_of_ports()
+    few = ("--set", "schedule.step_tokens=32")
+    more = (*SMALL[:-1], "cache.pages=400")
+    p = start(*more, *few, "--role", "prefill", "--set", f"transfer.listen={listen}",
+              environment=SECRET)  # fmt: skip
+    d = start(*more, "--role", "decode", "--set", f"transfer.peers=[{peer}]",
+              "--set", "cache.host_gib=0.05", environment=SECRET)  # fmt: skip
+    servers = Servers(p, d)
+    try:
+        eventually(lambda: servers.connections() == 1)
+        body = question("Ada " * 90)
+        leg = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": ASKED}
+        found = post(p, leg)
+        params, usage = found["kv_transfer_params"], found["usage"]
+        assert usage["completion_tokens"] == 0 and usage["prompt_tokens"] > 700
+        assert found["choices"][0]["finish_reason"] == "length"
+        text, cached = servers.decode(body, params)
+        assert cached == params["remote_num_tokens"] > 700 and text == alone(servers, body)
+        eventually(lambda: p.metric("nanovllm:transfer_leases") == 0)
+        other = question("Tim " * 90)
+        params = servers.prefill(other)
+        with pytest.raises(httpx.ReadTimeout):
+            late = other | {"kv_transfer_params": params}
+            httpx.post(d.url + CHAT, json=late, timeout=0.05)
+        for server in (p, d):
+            eventually(lambda server=server: server.metric("vllm:kv_cache_usage_perc") == 0)
+            assert server.metric("vllm:num_requests_running") == 0
+        assert servers.decode(other, servers.prefill(other))[0] == alone(servers, other)
+        assert not servers.warnings()
+    finally:
+        for server in (p, d):
+            server.stop()
+
+
 def pair_of_ports() -> tuple[str, list[str]]:
     """Return the address of the first of two free ports, and both addresses."""
     while True:

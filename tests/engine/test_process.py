@@ -232,7 +232,9 @@ def test_an_engine_that_waits_for_leased_pages_does_not_spin(running) -> None:
         assert len(steps) < 20
         time.sleep(0.01)
     running.engine.lease_ended(
-        Lease(generation=1, request="1", pages=tuple(pages), expires=0.0, last_end=0.0)
+        Lease(
+            generation=1, request="1", pages=tuple(pages), expires=0.0, last_end=0.0, num_ready=63
+        )
     )
     running.hear(1)
     assert running.tokens == {1: SENTENCE}

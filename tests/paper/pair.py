@@ -43,41 +43,70 @@ KINDS: dict[str, dict[str, Any]] = {
 class PrefillEngine(Lender):
     """P, whose lender has no server and no threads. A step is a second of its leases."""
 
-    def __init__(self, number: int, kind: str, lease_s: float, fault: str = "") -> None:
-        sizes: dict[str, Any] = dict(num_slots=4, budget=24, num_pages=16)
+    def __init__(
+        self, number: int, kind: str, lease_s: float, *, budget: int, fault: str = ""
+    ) -> None:
+        sizes: dict[str, Any] = dict(num_slots=4, budget=budget, num_pages=16)
         few = {"checkpoints": 2} if kind == "hybrid" else {}  # so that they are soon reused
         self.paper = PaperEngine(**sizes, **{**KINDS[kind], **few})
-        self.paper.scheduler.queue.lender = self
+        self.paper.scheduler.queue.lending.lender = self
         self.fault = fault
         self.time = 0.0
         self.engine = f"p{number}"
         self.leases = Leases(lease_s, lambda: self.time)
         self.most_pages = 8
         self.is_frozen = False
+        self.num_ranks = 1 + number % 2
+        self._incomplete, self._returned = {}, set[int]()
         self._key, self._layout, self._identity, self._lease_s = KEY, LAYOUT, IDENTITY, lease_s
 
     def lend(
-        self, request: str, pages: Sequence[int], text: bytes, num_tokens: int, *, state: int = -1
+        self,
+        request: str,
+        pages: Sequence[int],
+        text: bytes,
+        num_tokens: int,
+        *,
+        state: int = -1,
+        num_ready: int | None = None,
     ) -> str:
-        handover = super().lend(request, pages, text, num_tokens, state=state)
+        handover = super().lend(request, pages, text, num_tokens, state=state, num_ready=num_ready)
         if handover and self.fault == "pages are not held":
             self.paper.scheduler.take_back(pages)
         if handover and state >= 0 and self.fault == "states are not held":
             self.paper.memory.states.drop(state)  # type: ignore[attr-defined]
         return handover
 
-    def step(self) -> None:
+    def advance(self, request: str, num_ready: int, *, is_last: bool = False) -> None:
+        if self.fault == "pages are ready too early":
+            lease = self.leases.lease_of(self._incomplete[request])
+            num_ready = len(lease.pages) if lease else num_ready
+        super().advance(request, num_ready, is_last=is_last)
+
+    def revoke(self, request: str) -> Lease | None:
+        if self.fault != "leases are not revoked":
+            return super().revoke(request)
+        lease = self.leases.lease_of(self._incomplete.pop(request))
+        if lease is not None:  # its pages return to the pool, but D may read them
+            self.leases.advance(lease.generation, len(lease.pages))
+            self._returned.add(lease.generation)
+        return lease
+
+    def step(self, *, computes: bool) -> None:
         if self.is_frozen:
             return
         self.time += 1
-        self.paper.step()
+        if computes:
+            self.paper.step()
         for lease in self.leases.scan():
             self.give_back(lease)
 
     def give_back(self, lease: Lease) -> None:
+        if lease.generation in self._returned:
+            return
         pages = () if self.fault == "pages are not held" else lease.pages
         state = -1 if self.fault == "states are not held" else lease.state
-        self.paper.scheduler.take_back(pages, state)
+        self.paper.scheduler.take_back(pages, state, lease.request)
 
     def content(self, lease: Lease, place: int) -> Any:
         """Return a copy of a page in all layers, or the state."""
@@ -225,6 +254,10 @@ class PaperClient:
         if max(read.cells) >= count:
             return False
         for place in list(read.cells):
+            if min(place + 1, len(read.lease.pages)) > read.lease.num_ready:
+                self.counts["awaited"] += 1
+                if self.fault != "pages are read before they are computed":
+                    continue
             if not read.steps or self.rng.randint(0, 1):
                 read.cells.pop(place).content = self.p.content(read.lease, place)
         read.steps -= read.steps > 0

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from msgspec.structs import replace
 
 from nanovllm.sched.request import State
 from tests.paper.engine import PaperEngine, generate
 from tests.paper.test_arriving import A, B, engine_of, right, states, tiers
+from tests.sched.test_lending import NotedLender
 
 
 def test_a_transfer_of_one_request_delays_no_other_that_can_start() -> None:
@@ -26,22 +25,16 @@ def test_a_transfer_of_one_request_delays_no_other_that_can_start() -> None:
 
 
 def test_the_loop_is_blocked_while_pages_are_leased() -> None:
-    class Lender:
-        def lend(
-            self, request: str, pages: Sequence[int], text: bytes, num_tokens: int, *, state: int
-        ) -> str:
-            self.pages = pages
-            return "{}"
-
-    engine, lender = PaperEngine(num_pages=10, num_slots=4, budget=24, depth=1), Lender()
-    engine.scheduler.queue.lender = lender
+    engine, lender = PaperEngine(num_pages=10, num_slots=4, budget=24, depth=1), NotedLender()
+    engine.scheduler.queue.lending.lender = lender
     engine.say(replace(generate(0, A, 1), lends=True))
     engine.finish_all()
     engine.say(generate(1, B, 9))
     engine.step()
     engine.step()
     assert engine.loop.is_blocked and not engine.loop.idle
-    engine.scheduler.take_back(lender.pages)
+    ((_, pages, _, _),) = lender.lent
+    engine.scheduler.take_back(pages)
     engine.finish_all()
     assert right(engine, 1, B, 9)
 

@@ -124,6 +124,62 @@ def test_pages_from_the_tiers_of_a_prefill_server(
         end.close()
 
 
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [
+        ("qwen3 gqa 3, tied", dict(cache_dtype="fp8")),
+        ("deepseek_v3 tied", dict()),
+        ("deepseek_v3 tied", dict(speculate=Speculate(method="mtp", tokens=2, adapt=False))),
+    ],
+)
+def test_pages_are_read_while_the_prompt_is_computed(
+    case: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    """P is held after each step. D has read the pages of the first chunks by then, and no more."""
+    family, overrides = CASES[case]
+    (make_mtp if "speculate" in sizes else make_tiny)(tmp_path, family, **overrides)
+    config = config_of(tmp_path)
+    sizes = dict(pages=64, slots=4, max_tokens=90) | sizes
+    p = WholeEngine(with_role(config, "prefill", "127.0.0.1:0"), step_tokens=8, **sizes)
+    lender, ended = p.runner.lender, list[Lease]()
+    assert lender is not None
+    lender.call_when_ended(ended.append)
+    asked = with_role(config, "decode", "{}:{}".format(*lender.server.address))
+    d = WholeEngine(asked, host_gib=0.01, step_tokens=24, **sizes)
+    alone = WholeEngine(config, step_tokens=24, **sizes)
+    remote, sent = d.runner.remote, lender.server.counts
+    assert remote is not None
+    eventually(lambda: remote._client.reads_from(lender.engine))
+    prompt = [*range(40, 40 + 61)]  # 15 pages and a token, in 8 chunks
+    alone.submit(0, prompt, 10)
+    alone.run()
+    p.loop.handle(spec_of(0, prompt, 1, lends=True))
+    while 0 not in p.handovers:
+        p.loop.step()
+    spec = spec_of(0, prompt, 10, ticket=json.loads(p.handovers[0])["nanovllm_ticket"])
+    Tickets(remote, 4).offer(spec, b"")
+    d.loop.handle(spec)
+    d.loop.step()  # admits the request, which arrives
+    seen = []
+    while p.scheduler.request_ids():
+        (lease,) = lender.leases._leases.values()
+        ready = lease.num_ready
+        eventually(lambda ready=ready: sent["pages"] == ready)
+        seen.append(ready)
+        assert d.scheduler.snapshot().arriving == [0] and not d.text
+        p.loop.step()
+    assert len(set(seen)) >= 4 and seen == sorted(seen) and 2 <= seen[0] < seen[-1] < 15
+    d.run()
+    assert d.text == alone.text and d.cached[0] == 60 and remote.counts == {"read": 1}
+    assert sent["pages"] == 15 and not p.text
+    eventually(lambda: ended)
+    p.scheduler.take_back(ended[0].pages, ended[0].state, ended[0].request)
+    p.scheduler.check()
+    assert p.memory.pool.num_free == 64
+    for end in (remote, lender):
+        end.close()
+
+
 def check_texts(config: Config, sizes: dict[str, Any], num_prefill: int = 1) -> None:
     """Compute prompts on prefill engines in turn, and check the texts of a decode engine."""
     sizes = dict(pages=64, slots=4, step_tokens=24, max_tokens=90) | sizes
@@ -153,7 +209,7 @@ def check_texts(config: Config, sizes: dict[str, Any], num_prefill: int = 1) -> 
         d.loop.handle(spec)
         d.run()
         assert d.cached[i] == params["remote_num_tokens"] == (len(prompt) - 1) // 4 * 4
-        assert p.text[i] == alone.text[i][:1]
+        assert p.text.get(i, []) in ([], alone.text[i][:1])  # none if it was answered before
         eventually(lambda count=i + 1: len(ended) == count)
         p.scheduler.take_back(ended[i].pages, ended[i].state)
         p.scheduler.check()

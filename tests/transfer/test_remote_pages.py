@@ -18,7 +18,7 @@ import pytest
 from nanovllm.kv.keys import PageKeys
 from nanovllm.transfer.leases import Lease
 from nanovllm.transfer.lender import Lender
-from nanovllm.transfer.page_client import ReaderLimits, windows
+from nanovllm.transfer.page_client import ReaderLimits, run_length
 from nanovllm.transfer.remote_pages import RemotePages
 from tests.transfer.test_page_client import eventually
 
@@ -80,7 +80,8 @@ def pair() -> Iterator[Pair]:
 
 
 def test_places_are_read_in_runs() -> None:
-    assert list(windows([0, 1, 2, 3, 4, 7, 9, 10])) == [(0, 4), (4, 1), (7, 1), (9, 2)]
+    places = [0, 1, 2, 3, 4, 7, 9, 10]
+    assert [run_length(places[at:]) for at in range(8)] == [5, 4, 3, 2, 1, 1, 2, 1]
 
 
 @pytest.mark.parametrize(("places", "pages"), [((0, 1, 2), (3, 1, 2)), ((0, 2), (3, 2))])
