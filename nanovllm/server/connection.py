@@ -15,6 +15,10 @@ all or MOST_LINGER_BYTES. If no further request may follow, the writing side clo
 Decision: a client that closes only its writing side, as `nc -N` does after a request, counts as
 disconnected. It looks like a disconnected one until bytes are sent to it. An answer that is not
 streamed sends none before its end, so abandoned requests would keep their slots until then.
+
+Decision: the error of a malformed request waits for the answers of all requests before it, and the
+connection ends after it. A client could not match an error that comes earlier, or none at all, with
+its requests. An answer with `Connection: close` is the last one in any case.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import struct
 import time
 from collections import deque
 from contextlib import suppress
+from enum import Enum
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -40,6 +45,7 @@ from nanovllm.server.asgi import EXTENSION, JSON
 from nanovllm.server.errors import ApiError, shutting_down
 from nanovllm.server.head import (
     CODE,
+    RequestSize,
     check_head,
     expects_continue,
     host_of_target,
@@ -58,6 +64,57 @@ MOST_LINGER_BYTES = 256 * 1024 * 1024
 KERNEL_UNSENT_BYTES = 64 * 1024
 RESET = struct.pack("ii", 1, 0)  # value for SO_LINGER: the kernel discards unsent bytes too
 NO_LIMIT = 2**31 - 1
+
+
+class ConnectionState(Enum):
+    """What a connection does with received bytes. `NEXT` has the legal transitions."""
+
+    IDLE = "no request has begun since the latest one was read; empty lines do not count"
+    HEAD = "a request has begun, and its headers are not complete"
+    METHOD = "the parser does not have the request's method, and its first line is not complete"
+    BODY = "the headers of `cycle` are complete, and its body is not"
+    REST = "`cycle` is answered, and the rest of its body is dropped"
+    LAST = "bytes are ignored; open answers are completed, and then the connection ends"
+    LINGER = "all is sent, and the writing side is closed; bytes are dropped"
+
+    __hash__ = object.__hash__  # that of Enum takes longer, and each request enters three states
+
+
+IDLE, HEAD, METHOD, BODY, REST, LAST, LINGER = ConnectionState
+IGNORING = (LAST, LINGER)  # the parser gets no further bytes
+DROPPING = (REST, LINGER)  # bytes are counted, and more are awaited for a short time only
+# The transport may be closed in every state. Then no transition follows.
+NEXT: dict[ConnectionState, tuple[ConnectionState, ...]] = {
+    IDLE: (
+        HEAD,  # a request begins
+        LAST,  # the latest request offers an upgrade, or nothing follows an empty line in time
+        LINGER,  # no request has come in time: an error is sent, though nothing was requested
+    ),
+    HEAD: (
+        BODY,  # the headers are complete
+        METHOD,  # the parser refuses the method, and the error depends on the rest of the line
+        LAST,  # the request is refused, and its error waits for earlier answers
+        LINGER,  # the request is refused, and its error is sent
+    ),
+    METHOD: (
+        LAST,  # as for HEAD
+        LINGER,
+    ),
+    BODY: (
+        IDLE,  # the body is complete
+        REST,  # the answer is complete, and another request may follow
+        LAST,  # as for HEAD
+        LINGER,  # also: an answer is complete, and no other request may follow
+    ),
+    REST: (
+        IDLE,  # the body is complete
+        LINGER,  # the application has failed after its answer
+    ),
+    LAST: (
+        LINGER,  # the last answer is complete, or the error that waited for it is sent
+    ),
+    LINGER: (),  # until the client closes, or until a limit is reached
+}
 
 
 class Flow(FlowControl):
@@ -89,7 +146,12 @@ class Outlet:
 
 
 class Connection(HttpToolsProtocol):
-    """HTTP protocol without back-pressure on writes. Passes its transport to `asgi.Writer`."""
+    """HTTP protocol without back-pressure on writes. Passes its transport to `asgi.Writer`.
+
+    `_state` is about requests. Answers have no state here: uvicorn's `cycle` is the latest request
+    with complete headers, `pipeline` holds requests that wait for an earlier answer (the latest on
+    the left), and `_answered` is the request before them.
+    """
 
     def __init__(
         self,
@@ -103,20 +165,15 @@ class Connection(HttpToolsProtocol):
         self._settings = settings
         self._counts = counts
         self._refusals = refusals
-        self._in_head = False  # between the start of a request and the end of its headers
-        self._in_body = False  # between the end of the headers and the end of `self.cycle`'s body
+        self._state = IDLE
+        self._deadline: float | None = None  # monotonic time when the state must have been left
         self._answered: RequestResponseCycle | None = None  # the cycle being answered
+        self._last_error: ApiError | None = None  # of LAST: sent after the open answers
         self._begin = b""  # beginning of a request, until the parser knows its method
-        self._body_left = 0  # bytes of a body of known length that were not received yet
-        self._is_unknown = False  # the parser does not have the method of `_begin`
-        self._num_headers = 0
-        self._head_bytes = 0  # bytes of the first line and of complete headers
-        self._fed_bytes = 0  # bytes since the latest complete part of a request, in whole reads
-        self._part_ended = False  # a part of a request ended within the latest read
-        self._ignores_input = False  # input is ignored from now on
-        self._deadline: float | None = None  # monotonic time when the current part must be complete
-        self._linger_until: float | None = None  # input is dropped until then
-        self._num_dropped = 0  # bytes dropped while lingering
+        self._size = RequestSize(settings.max_header_bytes, settings.max_headers)
+        self._body_left = 0  # of BODY and REST: bytes to come if the length is known, else 0
+        self._linger_until = 0.0  # of REST and LINGER: latest deadline
+        self._num_dropped = 0  # of REST and LINGER: bytes
         self._unread_before = 0  # bytes of a finished response, at the latest progress
         self._read_by = 0.0
 
@@ -138,76 +195,78 @@ class Connection(HttpToolsProtocol):
             cycle.disconnected = True  # uvicorn notifies the latest request only
             cycle.message_event.set()
 
+    def _enter(self, state: ConnectionState, deadline: float | None = None) -> None:
+        assert state in NEXT[self._state], (self._state, state)
+        self._state = state
+        self._deadline = deadline
+
+    def _allow(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+
     # -- reading ----------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        if self._linger_until is not None and not self._may_linger(len(data)):
+        if self._state in DROPPING and not self._may_drop(len(data)):
             return
-        if self._ignores_input:
+        if self._state in IGNORING:
             return
         if 0 < (left := self._body_left) < len(data):  # another request begins in this read
             self.data_received(data[:left])
             self.data_received(data[left:])
             return
         self._unset_keepalive_if_required()
-        was_idle = not (self._in_head or self._in_body)
-        if was_idle and self._deadline is None:
-            self._allow(self._settings.header_timeout_s)
-        if was_idle or self._begin:
-            self._begin = data if was_idle else self._begin + data
-        if self._is_unknown:
+        if self._state is IDLE:
+            self._begin = data
+            if self._deadline is None:
+                self._allow(self._settings.header_timeout_s)
+        elif self._begin:
+            self._begin += data
+        if self._state is METHOD:
             self._refuse_method()
-            return
-        self._part_ended = False
+        else:
+            self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        self._size.part_ended = False
         try:
             self.parser.feed_data(data)
+            if self._state is HEAD and data.endswith(b"\n"):
+                self._check_version()
+            self._size.end_read(len(data))
         except httptools.HttpParserUpgrade:
             # No other protocol is supported. The request itself is answered.
-            self._ignores_input = True
-            self._deadline = None
             self.cycle.keep_alive = False
-            return
+            self._enter(LAST)
+        except httptools.HttpParserInvalidMethodError:
+            self._refuse_method()
         except httptools.HttpParserError as error:
             cause = error.__context__  # raised in one of our callbacks
-            if isinstance(error, httptools.HttpParserInvalidMethodError):
-                self._refuse_method()
-            else:
-                self._refuse(cause if isinstance(cause, ApiError) else invalid_http())
-            return
-        if self._in_head and self.url and data.endswith(b"\n") and self._has_no_version():
-            self._refuse(unsupported_version("0.9"))
-            return
-        # httptools buffers the beginning of a header until the header is complete.
-        self._fed_bytes = 0 if self._part_ended else self._fed_bytes + len(data)
-        if self._fed_bytes > self._settings.max_header_bytes:
-            self._refuse(self._too_large())
+            self._refuse(cause if isinstance(cause, ApiError) else invalid_http())
+        except ApiError as error:
+            self._refuse(error)
 
-    def _has_no_version(self) -> bool:
-        """Return True after an HTTP/0.9 request line. No headers follow, so the parser finds no
-        end.
-        """
-        return self.parser.get_http_version() in ("0.0", "0.9")
+    def _check_version(self) -> None:
+        """Raise ApiError after a request line of HTTP/0.9. The parser finds no end of its head."""
+        if self.url and self.parser.get_http_version() in ("0.0", "0.9"):
+            raise unsupported_version("0.9")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {EXTENSION: {"transport": self.transport}}
-        self._in_head = True
-        if self._part_ended:  # it begins somewhere within the latest read
+        if self._size.part_ended:  # it begins within the latest read, but the place is unknown
             self._begin = b""
-        self._num_headers = self._head_bytes = self._fed_bytes = 0
-        self._linger_until = None
-        self._allow(self._settings.header_timeout_s)
+        self._size.begin()
+        self._enter(HEAD, time.monotonic() + self._settings.header_timeout_s)
 
     def on_url(self, url: bytes) -> None:
         self._begin = b""
-        self._count(len(url))
+        self._size.add(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Add a header. A trailer of a chunked body counts towards the limits and is dropped."""
-        self._num_headers += 1
-        self._count(len(name) + len(value) + len(b": \r\n"))
-        if self._in_head:
+        self._size.add_header(name, value)
+        if self._state is HEAD:
             super().on_header(name, value.strip(b" \t"))  # the parser keeps a trailing tab
 
     def on_headers_complete(self) -> None:
@@ -229,38 +288,106 @@ class Connection(HttpToolsProtocol):
         self.cycle.chunked_encoding = False if self.scope["http_version"] == "1.0" else None
         if not self.pipeline:
             self._answered = self.cycle
-        self._in_head = False
-        self._in_body = True
-        self._part_ended = True
-        self._allow(self._settings.body_timeout_s)
+        self._size.part_ended = True
+        self._enter(BODY, time.monotonic() + self._settings.body_timeout_s)
 
     def on_body(self, body: bytes) -> None:
-        self._part_ended = True
+        self._size.part_ended = True
         self._body_left = max(self._body_left - len(body), 0)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._in_body = False
-        self._part_ended = True
-        self._deadline = self._linger_until = None
+        self._size.part_ended = True
+        self._enter(IDLE)
         self.flow.resume_reading()  # otherwise a disconnect would go unnoticed
+
+    # -- answers and errors -------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
         if has_waited := bool(self.pipeline):
             self._answered = self.pipeline[-1][0]
         super().on_response_complete()
-        if self._ignores_input:  # no other request follows
+        if self._state in IGNORING:  # no other request follows
             self._unset_keepalive_if_required()
+            if self._last_error is not None and self._state is LAST and not has_waited:
+                self._end_with(self._last_error)
+        elif self._deadline is None:
             return
-        if self._deadline is None:
-            return
-        if has_waited:  # reading resumes only now
+        elif has_waited:  # reading resumes only now
             self._allow(self._settings.body_timeout_s)
-        elif self._in_body:  # answered before the body was complete
-            self._linger(most_s=self._deadline - time.monotonic())
+        elif self._state is BODY:  # answered before the body was complete
+            self._drop_input(REST, self._deadline - time.monotonic())
 
-    # -- limits -----------------------------------------------------------------------------
+    def close_when_read(self) -> None:
+        """Close after the final response, or half-close if the client may still be sending."""
+        if self.transport.is_closing() or self._state is LINGER:
+            return
+        if self._state in (BODY, REST, LAST):
+            self.pipeline.clear()
+            self.transport.write_eof()
+            self._drop_input(LINGER)
+        else:
+            self.transport.close()
+
+    def _refuse_method(self) -> None:
+        """Refuse a method that the parser does not have, once the request line is complete."""
+        error = unknown_method(self._begin)
+        if error is not None:
+            self._refuse(error)
+        elif self._state is HEAD:
+            self._enter(METHOD, self._deadline)
+
+    def _refuse(self, error: ApiError) -> None:
+        """Read no further, and send the error in its order: after all earlier answers."""
+        cycle, state = self.cycle, self._state
+        if self.transport.is_closing():
+            return
+        if state is REST or (state is BODY and cycle.response_started):
+            self.transport.abort()  # its answer has begun
+        elif state is BODY and not self.pipeline:
+            cycle.disconnected = True
+            cycle.message_event.set()
+            self._end_with(error)
+        elif cycle is None or cycle.response_complete:
+            self._end_with(error)
+        elif state is IDLE:  # no request has begun, so nothing needs an answer
+            cycle.keep_alive = False
+            self._enter(LAST)
+        else:
+            if state is BODY:
+                self.pipeline.popleft()  # the request itself, which waits for earlier answers
+            self._last_error = error
+            self._enter(LAST)
+            self.flow.resume_reading()  # as in `on_message_complete`
+
+    def _end_with(self, error: ApiError) -> None:
+        """Send an error as the last response of the connection."""
+        if self.transport.is_closing():
+            return
+        self._counts.responses[OTHER_PATH, error.status] += 1
+        self._refusals.connection(self.client, error)
+        self.transport.write(_whole_response(error))
+        self.transport.write_eof()
+        self._drop_input(LINGER)
+
+    def _drop_input(self, state: ConnectionState, most_s: float = MOST_LINGER_S) -> None:
+        """Drop further bytes of a request that is already answered."""
+        now = time.monotonic()
+        self._num_dropped = 0
+        self._linger_until = now + min(MOST_LINGER_S, most_s)
+        self._enter(state, min(now + LINGER_S, self._linger_until))
+
+    def _may_drop(self, num_bytes: int) -> bool:
+        """Count dropped bytes. If there are too many, abort the connection and return False."""
+        self._num_dropped += num_bytes
+        if self._num_dropped > MOST_LINGER_BYTES:
+            self.transport.abort()
+            return False
+        self._deadline = min(time.monotonic() + LINGER_S, self._linger_until)
+        return True
+
+    # -- limits of time and shutdown ------------------------------------------------------------
 
     def enforce_limits(self, now: float) -> None:
         """Enforce the time limits. Call often, with the monotonic time."""
@@ -271,11 +398,11 @@ class Connection(HttpToolsProtocol):
             self._unread_before = 0
         if self._deadline is None or now < self._deadline:
             return
-        if self._ignores_input or self.transport.is_closing():
+        if self._state in DROPPING or self.transport.is_closing():
             self.transport.abort()
         elif self.pipeline:  # reading is paused by the server, not by the client
             self._allow(self._settings.body_timeout_s)
-        elif self._in_body:
+        elif self._state is BODY:
             limit = self._settings.body_timeout_s
             self._refuse(_too_slow(f"the body must be complete within {limit:g} s", "body"))
         else:
@@ -284,12 +411,10 @@ class Connection(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """Close for server shutdown. A request with an incomplete head gets an error response."""
-        if self._ignores_input and self._linger_until is not None:
-            return  # closes soon in any case
-        if self._in_head and not self._ignores_input:
+        if self._state in (HEAD, METHOD):
             self._refuse(shutting_down())
-        else:
-            super().shutdown()
+        elif self._state is not LINGER and self._last_error is None:
+            super().shutdown()  # else the connection ends soon in any case
 
     def _check_reader(self, unread: int, now: float) -> None:
         """Reset a client that reads too slowly.
@@ -313,81 +438,6 @@ class Connection(HttpToolsProtocol):
             raw = self.transport.get_extra_info("socket")
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             self.transport.abort()
-
-    def _allow(self, seconds: float) -> None:
-        self._deadline = time.monotonic() + seconds
-
-    def _count(self, num_bytes: int) -> None:
-        self._head_bytes += num_bytes
-        settings = self._settings
-        if self._num_headers > settings.max_headers or self._head_bytes > settings.max_header_bytes:
-            raise self._too_large()
-
-    def _too_large(self) -> ApiError:
-        settings = self._settings
-        text = (
-            f"headers must have at most {settings.max_header_bytes} bytes in total "
-            f"(server.max_header_bytes), and there must be at most {settings.max_headers} of them "
-            "(server.max_headers)"
-        )
-        return ApiError(431, text, code="headers_too_large")
-
-    def _refuse_method(self) -> None:
-        """Refuse a method that the parser does not have, once the request line is complete."""
-        error, cycle = unknown_method(self._begin), self.cycle
-        self._is_unknown = error is None
-        if error is not None or (cycle is not None and not cycle.response_complete):
-            self._refuse(error or invalid_http())
-
-    def _refuse(self, error: ApiError) -> None:
-        """Stop reading, and answer open requests in order."""
-        self._ignores_input = True
-        self._deadline = None
-        cycle = self.cycle
-        is_own = self._in_body
-        is_open = cycle is not None and not cycle.response_complete
-        if self.pipeline or (is_own and (not is_open or cycle.response_started)):
-            self.transport.abort()  # requests wait for the broken one, or its answer has begun
-        elif is_open and not is_own:
-            cycle.keep_alive = False  # the earlier request is still answered
-        elif not self.transport.is_closing():
-            if is_own:
-                cycle.disconnected = True
-                cycle.message_event.set()
-            self._counts.responses[OTHER_PATH, error.status] += 1
-            self._refusals.connection(self.client, error)
-            self.transport.write(_whole_response(error))
-            self.transport.write_eof()
-            self._linger()
-
-    def close_when_read(self) -> None:
-        """Close after the final response, or half-close if the client may still be sending."""
-        if self.transport.is_closing():
-            return
-        if self._in_body or self._ignores_input:
-            self._ignores_input = True
-            self.pipeline.clear()
-            self.transport.write_eof()
-            self._linger()
-        else:
-            self.transport.close()
-
-    def _linger(self, most_s: float = MOST_LINGER_S) -> None:
-        """Drop further bytes of a request that is already answered."""
-        now = time.monotonic()
-        self._num_dropped = 0
-        self._linger_until = now + min(MOST_LINGER_S, most_s)
-        self._deadline = min(now + LINGER_S, self._linger_until)
-
-    def _may_linger(self, num_bytes: int) -> bool:
-        """Count dropped bytes. If there are too many, abort the connection and return False."""
-        assert self._linger_until is not None
-        self._num_dropped += num_bytes
-        if self._num_dropped > MOST_LINGER_BYTES:
-            self.transport.abort()
-            return False
-        self._deadline = min(time.monotonic() + LINGER_S, self._linger_until)
-        return True
 
 
 def _too_slow(text: str, part: str) -> ApiError:

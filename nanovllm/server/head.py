@@ -24,6 +24,46 @@ REQUEST_LINE = re.compile(rb"(%b) \S{1,8000} HTTP/1\.[01]\r?\n" % METHOD)
 PART_OF_LINE = re.compile(rb"%b(?: (?:\S{1,8000}(?: (\S*\r?))?)?)?" % METHOD)  # group 1: version
 
 
+class RequestSize:
+    """Bytes and headers of the request that is being received. Methods raise ApiError (431)."""
+
+    def __init__(self, max_bytes: int, max_headers: int) -> None:
+        self._max_bytes = max_bytes
+        self._max_headers = max_headers
+        self.part_ended = False  # a part of a request ended within the latest read
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin to count another request."""
+        self._num_headers = 0
+        self._head_bytes = 0  # bytes of the first line and of complete headers
+        self._fed_bytes = 0  # bytes since the latest complete part of a request, in whole reads
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes of the first line or of a header."""
+        self._head_bytes += num_bytes
+        if self._num_headers > self._max_headers or self._head_bytes > self._max_bytes:
+            raise self._too_large()
+
+    def add_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        self.add(len(name) + len(value) + 4)  # with ": " and the end of the line
+
+    def end_read(self, num_bytes: int) -> None:
+        """Count a read. The parser buffers the beginning of a header until it is complete."""
+        self._fed_bytes = 0 if self.part_ended else self._fed_bytes + num_bytes
+        if self._fed_bytes > self._max_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        text = (
+            f"headers must have at most {self._max_bytes} bytes in total "
+            f"(server.max_header_bytes), and there must be at most {self._max_headers} of them "
+            "(server.max_headers)"
+        )
+        return ApiError(431, text, code="headers_too_large")
+
+
 def unsupported_version(version: str) -> ApiError:
     status = 400 if version < "1" else HTTPStatus.HTTP_VERSION_NOT_SUPPORTED
     return ApiError(status, f"HTTP/{version} is not supported; use HTTP/1.1", code=CODE)

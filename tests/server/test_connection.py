@@ -284,7 +284,7 @@ def test_bodies_that_lie(limited) -> None:
     short = len(DATA) - 4
     for raw, expected in (
         (post(short) + DATA[:short], [400]),  # the JSON is cut off
-        (post(short) + DATA + get(b""), [400]),  # not followed by a request
+        (post(short) + DATA + get(b""), [400, 400]),  # not followed by a request
         (post("12x") + DATA, [400]),
         (post(-5) + DATA, [400]),
         (post(None) + b"zz\r\n" + DATA, [400]),
@@ -296,7 +296,7 @@ def test_bodies_that_lie(limited) -> None:
     ):
         with connected(limited) as sock:
             sock.sendall(raw)
-            data = answers(sock)
+            data = answers(sock, len(expected))
         assert statuses(data) == expected, (raw[:200], data)
     with connected(limited) as sock:  # the client leaves before its body is complete
         sock.sendall(post(5000) + DATA)
@@ -322,7 +322,7 @@ def test_what_was_asked_before_rubbish_is_answered(limited) -> None:
         sock.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
         data = received(sock)
     limited.engine.reset()
-    assert statuses(data) in ([200], [200, 400]) and b'"content":"hello"' in data
+    assert statuses(data) == [200, 400] and b'"content":"hello"' in data
 
 
 def test_an_offer_to_speak_otherwise_is_not_taken(limited) -> None:

@@ -121,7 +121,7 @@ def test_a_method_that_is_not_known_is_named(api) -> None:
         "code": "method_not_allowed",
     }
     two = sent(api, get(HOST) + get(HOST, first="FOO / HTTP/1.1"))  # the first one is answered
-    assert two.startswith(b"HTTP/1.1 200 ") and two.count(b"HTTP/1.1 ") == 1
+    assert re.findall(rb"HTTP/1\.1 (\d+) ", two) == [b"200", b"400"]
 
 
 CUT = {
