@@ -44,7 +44,7 @@ from nanovllm.server.handover import (
     is_left_to_decode,
     kept_headers,
 )
-from nanovllm.server.large import LARGE_BYTES, MANY_MESSAGES, LargeBodies, Room
+from nanovllm.server.large import LARGE_BYTES, MANY_MESSAGES, LargeBodies, Room, transfer_of
 from nanovllm.server.metrics import OTHER_PATH, HttpCounts
 from nanovllm.server.orders import with_grammar
 from nanovllm.server.page_files import Handler
@@ -53,7 +53,7 @@ from nanovllm.server.refusals import RefusalLog
 from nanovllm.server.served import Served
 from nanovllm.server.stream import CLIENT_LEFT, Stream
 from nanovllm.server.template import Prompt
-from nanovllm.transfer.params import TransferParams, params_in, used_ticket
+from nanovllm.transfer.params import TransferParams, used_ticket
 
 log = logging.getLogger("server")
 CHAT = "/v1/chat/completions"
@@ -98,6 +98,7 @@ class App:
         self._key = None if config.api_key is None else config.api_key.encode()
         self._threads = threads
         self._large = large
+        large.decline = self._decline
         self._room = Room(MAX_LARGE_BODIES * config.max_body_bytes)
         self._counts = counts
         self._answers: dict[str, Callable[[], tuple[bytes, bytes]]] = {
@@ -235,7 +236,7 @@ class App:
         request, prompt = await self._counted(scope, receive, self._prepared)
         request_id = request.request_id or request_id
         route = self._engines.route(request, prompt, self._served.adapter_of(request))
-        with self._handing_over(lambda: request.transfer):
+        with self._handing_over(lambda _: request.transfer):
             stream = Stream(
                 request,
                 prompt,
@@ -293,7 +294,7 @@ class App:
         if request.transfer.role == "prefill":
             return request.for_prefill, prompt
         if request.constrained_by is not None or request.tools:
-            with self._handing_over(lambda: request.transfer):
+            with self._handing_over(lambda _: request.transfer):
                 prompt = await asyncio.get_running_loop().run_in_executor(
                     self._threads, partial(with_grammar, request, prompt, self._served)
                 )
@@ -303,22 +304,27 @@ class App:
         served, is_late = self._served, self.is_draining
         with self._room.taken() as grown:
             body = await read_body(scope, receive, self._max_body_bytes, grown)
-            with self._handing_over(lambda: params_in(body)):
-                if is_late:
-                    raise shutting_down()
+            with self._handing_over(partial(transfer_of, body)):
                 request: ChatRequest | None = None
                 if len(body) <= LARGE_BYTES:
+                    if is_late:
+                        raise shutting_down()
                     request = served.request(body)
                 if request is None or len(request.messages) > MANY_MESSAGES:
-                    return await unless_left(receive, self._large.prepare(body))
-        with self._handing_over(lambda: request.transfer):
+                    prepared = await unless_left(receive, self._large.prepare(body))
+                    if is_late:  # refused only now, since the subprocess has read the role
+                        raise shutting_down(prepared[0].transfer)
+                    return prepared
+        with self._handing_over(lambda _: request.transfer):
             prompt = await asyncio.get_running_loop().run_in_executor(
                 self._threads, served.template.prompt, request, served.max_model_tokens
             )
         return request, prompt
 
     @contextmanager
-    def _handing_over(self, params: Callable[[], TransferParams]) -> Iterator[None]:
+    def _handing_over(
+        self, transfer: Callable[[ApiError | ClientLeftError], TransferParams]
+    ) -> Iterator[None]:
         """Decline the ticket of a request that ends in this block.
 
         Raise NoHandoverError if it is a prefill request that a decode server may serve.
@@ -330,13 +336,21 @@ class App:
             yield
         except (ApiError, ClientLeftError) as error:
             is_final = not isinstance(error, ApiError) or error.status < 500
-            found = params()
+            found = transfer(error)
             if is_final and (text := used_ticket(found)):
                 self._engines.decline(text)
             is_prefill = found.role == "prefill"
             if is_prefill and isinstance(error, ApiError) and is_left_to_decode(error):
                 raise NoHandoverError(error) from None
             raise
+
+    def _decline(self, ticket: str) -> None:
+        """Decline the ticket of a cancelled request, whose client has left.
+
+        Decision: `end_all` cancels requests, too. They may be tried elsewhere.
+        """
+        if not self.is_draining:
+            self._engines.decline(ticket)
 
     def _models(self) -> tuple[bytes, bytes]:
         cards = [self._card(name) for name in (*self._served.names, *self._served.adapters)]

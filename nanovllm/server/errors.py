@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from nanovllm.transfer.params import TransferParams
+
 T = TypeVar("T")
 
 MAX_MESSAGE_CHARS = 1000  # a request cannot inflate its own refusal
@@ -34,7 +36,10 @@ ROUTES = ("/chat/completions", "/chat/completions/render", "/models")
 
 
 class ApiError(Exception):
-    """Error that ends a request. `param` is the path of the field at fault: `messages[0].role`."""
+    """Error that ends a request. `param` is the path of the field at fault: `messages[0].role`.
+
+    `transfer` is the request's part in a transfer, or None if it is not known yet.
+    """
 
     def __init__(
         self,
@@ -52,6 +57,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = [*headers, *HEADERS.get(status, ())]
+        self.transfer: TransferParams | None = None
 
     def body(self) -> bytes:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
@@ -107,9 +113,11 @@ def unknown_path(path: str) -> ApiError:
     return ApiError(404, text, code="not_found")
 
 
-def shutting_down() -> ApiError:
+def shutting_down(transfer: TransferParams | None = None) -> ApiError:
     close = [(b"connection", b"close")]
-    return ApiError(503, "the server is shutting down", code="shutting_down", headers=close)
+    error = ApiError(503, "the server is shutting down", code="shutting_down", headers=close)
+    error.transfer = transfer
+    return error
 
 
 def bad_text(body: bytes) -> ApiError | None:

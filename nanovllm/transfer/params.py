@@ -65,7 +65,10 @@ def _flag(value: dict[Any, Any], name: str) -> bool:
 
 
 def params_in(body: bytes) -> TransferParams:
-    """Return the role and ticket of a request whose other fields may be wrong."""
+    """Return the role and ticket of a request whose other fields may be wrong.
+
+    This decodes the whole body: large ones must not be passed on the event loop.
+    """
     try:
         return parse_params(msgspec.json.decode(body, type=_Handed).kv_transfer_params)
     except (ValueError, RecursionError):  # the former also of msgspec

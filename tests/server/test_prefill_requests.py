@@ -6,24 +6,38 @@ The bodies are those of vllm-router and of llm-d's sidecar.
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from nanovllm.config import load_config
+from nanovllm.server.asgi import ClientLeftError
+from nanovllm.server.errors import shutting_down
+from nanovllm.server.large import (
+    LARGE_BYTES,
+    MANY_MESSAGES,
+    RefusedBody,
+    answered,
+    transfer_of,
+)
 from nanovllm.server.orders import generates
 from nanovllm.server.protocol import parse_request
 from nanovllm.server.ranges import ranges
 from nanovllm.server.served import Served
 from nanovllm.server.template import Prompt
-from nanovllm.transfer.params import PLAIN, params_in
+from nanovllm.transfer.params import PLAIN, TransferParams, params_in
 from nanovllm.wire import Refusal, RefusalKind
 from tests.server.fake_engine import READY, queue_full
 from tests.server.serving import Api, body, eventually, serving
+from tests.server.test_large import large_processes
 
 ASKED = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
@@ -129,6 +143,7 @@ def number_of(api: Api, code: str) -> int:
         {"model": "an adapter"},
         {"messages": [{"role": "user", "content": "x " * 600}]},
         {"messages": [{"role": "user", "content": "x " * 40_000}]},
+        {"messages": [{"role": "user", "content": "x " * 80_000}]},  # a large body
     ],
 )
 def test_limits_of_this_server_are_left_to_the_decode_server(api, more) -> None:
@@ -152,10 +167,11 @@ def test_prompts_are_left_to_the_decode_server_at_the_shutdown(tmp_path: Path) -
             api.process.terminate()
             eventually(lambda: httpx.get(f"{api.url}/ready").status_code == 503)
             url = f"{api.url}/v1/chat/completions"
-            late = httpx.post(url, json=body(kv_transfer_params=ASKED))
-            assert is_left_to_decode(late) and late.headers["connection"] == "close"
-            refused = httpx.post(url, json=body())
-            assert refused.json()["error"]["code"] == "shutting_down"
+            for more in ({}, {"padding": "x" * LARGE_BYTES}):
+                late = httpx.post(url, json=body(kv_transfer_params=ASKED, **more), timeout=20)
+                assert is_left_to_decode(late) and late.headers["connection"] == "close"
+                refused = httpx.post(url, json=body(**more))
+                assert refused.json()["error"]["code"] == "shutting_down"
             api.engine.die()
             assert is_left_to_decode(running.result(10))
         assert len(api.engine.generates) == 1
@@ -180,6 +196,8 @@ def test_the_object_of_a_decode_request(api) -> None:
         {"model": "missing"},
         {"messages": [{"role": "user", "content": "x " * 600}]},
         {"messages": [{"role": "user", "content": "x " * 40_000}]},
+        {"messages": [{"role": "user", "content": "x " * 80_000}]},  # a large body
+        {"temperature": -1, "padding": "x" * LARGE_BYTES},
         {"messages": [{"role": "nobody", "content": "x"}]},
         {"structured_outputs": {"regex": "("}},
         {"allowed_token_ids": [7], "bad_words": ["("]},
@@ -200,6 +218,61 @@ def test_other_refused_requests_decline_nothing(api) -> None:
         assert api.chat("hello", temperature=-1, kv_transfer_params=params).status_code == 400
     assert api.chat("hello", temperature=-1, kv_transfer_params=OBJECT).status_code == 400
     eventually(lambda: api.engine.unwanted == ["abc"])
+
+
+@pytest.mark.parametrize(
+    ("in_progress", "waiting", "declined"),
+    [("large", "large", ["first"]), ("large", "many", ["second", "first"]),
+     ("many", "large", ["first"])],
+)  # fmt: skip
+def test_a_ticket_is_declined_when_the_client_leaves_during_the_work(
+    api, in_progress, waiting, declined
+) -> None:
+    """That of a large body which still waits is not read, since this would hold the event loop."""
+    padded: dict[str, Any] = {"padding": "x" * LARGE_BYTES}
+    kinds = {"large": body("x", **padded), "many": {"messages": body()["messages"] * 129}}
+    assert MANY_MESSAGES < 129 and api.chat("x", **padded).status_code == 200
+    (pid,) = large_processes(api)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for kind, ticket in ((in_progress, "first"), (waiting, "second")):
+            before = api.log().count("status=499")
+            given = kinds[kind] | {"kv_transfer_params": OBJECT | {"nanovllm_ticket": ticket}}
+            with pytest.raises(httpx.ReadTimeout):
+                api.http.post("/v1/chat/completions", json=given, timeout=httpx.Timeout(9, read=1))
+            eventually(lambda before=before: api.log().count("status=499") == before + 1)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert api.chat("x", **padded).status_code == 200  # after the body in progress
+    eventually(lambda: api.engine.unwanted == declined)
+
+
+def test_no_large_body_is_decoded_for_its_ticket(monkeypatch) -> None:
+    """Decoding takes 13 to 40 ms for 30 MB, in which the event loop would stand still."""
+    small = json.dumps(body(kv_transfer_params=OBJECT)).encode()
+    large = json.dumps(body(kv_transfer_params=OBJECT, padding="x" * LARGE_BYTES)).encode()
+    wanted = TransferParams("decode", "abc")
+    decoded: list[int] = []
+
+    def counted(data: bytes) -> TransferParams:
+        decoded.append(len(data))
+        return params_in(data)
+
+    monkeypatch.setattr("nanovllm.server.large.params_in", counted)
+    assert transfer_of(small, ClientLeftError()) == transfer_of(small, shutting_down()) == wanted
+    assert transfer_of(large, ClientLeftError()) == transfer_of(large, shutting_down()) == PLAIN
+    assert transfer_of(large, shutting_down(wanted)) == wanted
+    assert decoded == [len(small)] * 2
+
+
+def test_the_subprocess_reads_the_ticket_of_what_it_refuses() -> None:
+    served = Served(load_config(None), READY)
+    for more in ({"temperature": -1}, {"messages": []}, {"model": "missing"}):
+        data = json.dumps(body() | more | {"kv_transfer_params": OBJECT}).encode()
+        refused = msgspec.msgpack.decode(answered(data, served), type=RefusedBody)
+        assert refused.error().transfer == TransferParams("decode", "abc")
+    refused = msgspec.msgpack.decode(answered(b'{"messages": []}', served), type=RefusedBody)
+    assert refused.transfer == PLAIN
 
 
 @pytest.mark.parametrize("data", [b"[" * 9, b"[" * 100_000, b'{"a":' * 100_000, b"\xff", b"{}"])
