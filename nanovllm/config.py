@@ -122,8 +122,7 @@ class Server(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # Origins of further web pages that may use the server, such as https://chat.example. "*": all
     # pages, for the API only. The server's own page and pages of this machine are always allowed.
     allowed_origins: list[str] = field(default_factory=list)
-    # Allowed names in the Host header on a loopback host without a key; addresses and localhost are
-    # always allowed.
+    # Names allowed in Host on a loopback address without a key, next to addresses and localhost.
     allowed_hosts: list[str] = field(default_factory=list)
     served_name: str | None = None  # additional model name; None: the last part of its name
     parser: str = "auto"
@@ -354,7 +353,8 @@ def _check_ranges(recipe: Recipe) -> None:
         value = attrgetter(path)(recipe)
         if value not in ("auto", None) and not low <= value <= high:
             raise ConfigError(f"{path} is {value}; it must be between {low} and {high}")
-    hosts.check(recipe.server.allowed_origins, recipe.server.allowed_hosts)
+    server = recipe.server
+    hosts.check(server.host, server.allowed_origins, server.allowed_hosts)
     experts.check(recipe.experts, recipe.load.format, recipe.parallel.tp, recipe.parallel.ep)
     disk_cache.check(recipe.cache.disk, host_gib=recipe.cache.host_gib)
     roles.check(recipe.transfer, recipe.cache.host_gib, recipe.parallel.dp)

@@ -71,8 +71,14 @@ def is_loopback_origin(origin: str) -> bool:
     )
 
 
-def check(allowed_origins: Iterable[str], allowed_hosts: Iterable[str]) -> None:
-    """Raise ConfigError for a value of the recipe's server section that no request can match."""
+def check(host: str, allowed_origins: Iterable[str], allowed_hosts: Iterable[str]) -> None:
+    """Raise ConfigError for a value of the recipe's server section that no request can match.
+
+    An empty host comes from an unset variable, and would listen on all addresses of the machine.
+    """
+    if not host.strip():
+        cure = "leave it out for 127.0.0.1, or write 0.0.0.0 for all addresses of this machine"
+        raise ConfigError(f"server.host (--host) is empty; {cure}")
     for text in allowed_origins:
         if text != ANY and origin_of(without_slash(text)) is None:
             raise ConfigError(

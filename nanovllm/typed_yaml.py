@@ -21,6 +21,9 @@ NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 MOST_MESSAGE = 2_000  # characters
+NOT_TEXT = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+NO_TEXT = "it has a control character, or one that is not Unicode"
+SECRETS = ("api_key", "secret")  # keys that are checked where they are used, and never shown
 
 
 class ConfigError(ValueError):
@@ -129,13 +132,31 @@ def _meant(key: str, path: str, fields: Iterable[str], whole: type[Struct]) -> s
     return f"{path.rstrip('.') or 'a recipe'} has {', '.join(fields)}"
 
 
+def _check_text(section: Struct, path: str = "") -> None:
+    """Raise ConfigError for text that a file's name, a header or a line of the log cannot contain.
+
+    Surrogates come from YAML's "\\ud800", and from arguments that are not UTF-8.
+    """
+    for key in section.__struct_fields__:
+        value = getattr(section, key)
+        if isinstance(value, Struct):
+            _check_text(value, f"{path}{key}.")
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and not key.endswith(SECRETS) and NOT_TEXT.search(text):
+                raise ConfigError(f"{path}{key} is {ascii(text)[:80]}; {NO_TEXT}")
+
+
 def converted(raw: Mapping[str, Any], schema: type[T]) -> T:
     """Return sections as a Struct. Raise ConfigError for an unknown key or an invalid value."""
     _check_names(raw, schema, "", schema)
     try:
-        return msgspec.convert(raw, schema)
+        found = msgspec.convert(raw, schema)
     except msgspec.ValidationError as error:
         raise _wrong_value(raw, schema, str(error)) from None
+    except UnicodeEncodeError as error:  # a word or a number
+        raise ConfigError(f"recipe: a value is {ascii(error.object)[:80]}; {NO_TEXT}") from None
+    _check_text(found)
+    return found
 
 
 NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
@@ -163,7 +184,7 @@ def _wrong_value(raw: Mapping[str, Any], whole: type[Struct], message: str) -> C
         if get_origin(kind) is Literal:
             parts += get_args(kind)
     allowed = ", ".join(parts[:-1]) + (" or " if parts[1:] else "") + parts[-1]
-    shown = "" if path.endswith("api_key") else f" is {repr(value)[:80]}; it"
+    shown = "" if path.endswith(SECRETS) else f" is {repr(value)[:80]}; it"
     if is_missing or value is None:
         shown = " is missing; it" if is_missing else " is null; it"
     # Numbers, dates and words such as `on` are text only if they are quoted.

@@ -222,12 +222,30 @@ def test_the_wheel_ships_recipes_and_every_package() -> None:
         ("zzz=1", "unknown key zzz; a recipe has model, num_layers, engine, config, device, "
          "dtype, quantize, cpu_threads, load, parallel, experts, cache, schedule, kernels, server, "
          "structured_outputs, paper, speculate, adapters, transfer, kv_events"),
+        ("server.host=' '", "server.host (--host) is empty; leave it out for 127.0.0.1, or write "
+         "0.0.0.0 for all addresses of this machine"),
+        ('device="\\ud800"', "recipe: a value is '\\ud800'; it has a control character, or one that "
+         "is not Unicode"),
+        ('server.served_name="a\\ud800"', "server.served_name is 'a\\ud800'; it has a control "
+         "character, or one that is not Unicode"),
+        ('server.served_name="a\\nb"', "server.served_name is 'a\\nb'; it has a control character, "
+         "or one that is not Unicode"),
+        ('server.allowed_hosts=[a, "b\\0"]', "server.allowed_hosts is 'b\\x00'; it has a control "
+         "character, or one that is not Unicode"),
+        ("transfer={role: prefill, secret: 1234567890}",
+         """transfer.secret must be text, in quotes for YAML, as in '"1"'"""),
         ("load={seed: 1, seed: 2}",
          "--set load: the value is not YAML: line 1: the key seed is given twice"),
     ],
 )  # fmt: skip
 def test_a_wrong_key_or_value_is_named(override: str, line: str) -> None:
     assert refused(None, override) == line
+
+
+def test_arguments_may_have_any_bytes() -> None:
+    """An argument that is not UTF-8 has surrogates in Python."""
+    assert refused(None, **{"device": "cp\udcff"}).startswith(r"recipe: a value is 'cp\udcff'; ")
+    assert refused(None, **{"server.host": ""}).startswith("server.host (--host) is empty; ")
 
 
 def test_a_number_may_have_an_exponent_without_a_point() -> None:

@@ -135,7 +135,8 @@ def derived_key(secret: str, scope: bytes) -> bytes:
             f"transfer.secret (or {ENVIRONMENT}) has {len(secret)} characters; use at least "
             f"{MIN_SECRET} random ones, the same on all peers: `openssl rand -hex 32`"
         )
-    return sha256(scope + secret.encode()).digest()
+    raw = secret.encode(errors="surrogatepass")  # an environment may have any bytes
+    return sha256(scope + raw).digest()
 
 
 def secret_of(recipe: str | None, environment: Mapping[str, str]) -> str:

@@ -124,3 +124,9 @@ def test_secrets() -> None:
         secret_of(None, {"NANOVLLM_TRANSFER_SECRET": ""})
     with pytest.raises(ConfigError, match=r"transfer\.secret .* has 5 characters; use at least 16"):
         TicketKey("short")
+
+
+def test_a_secret_may_have_any_bytes() -> None:
+    """Random bytes in the environment are not UTF-8, and have surrogates in Python."""
+    key = TicketKey("\udcff" * 16)
+    assert key.check(key.sign(TICKET), LAYOUT, MODEL, NOW) == TICKET
