@@ -37,7 +37,7 @@ from nanovllm.cli.bench_options import (
 from nanovllm.cli.command import Command
 from nanovllm.cli.commands import config_of, recipe_options
 from nanovllm.cli.other_flags import BENCH, SERVERS
-from nanovllm.config import Config, ConfigError, given_api_key
+from nanovllm.config import Config, ConfigError, given_api_key, usable_key
 from nanovllm.fleet import Fleet
 from nanovllm.ipc.client import EngineLostError
 from nanovllm.watch import TICK_S
@@ -157,11 +157,13 @@ def run(options: Options, config: Config | None, records: list[record.Record]) -
             )))  # fmt: skip
             return
     key = config.recipe.server.api_key if config is not None else given_api_key()
+    if options.api_key:
+        key = usable_key(options.api_key, "--api-key")
     loads, goals_ms = loads_of(options), goals_of(options.goodput)  # checked before the start
     with server_of(options, config) as (url, server):
         outcomes = (online.measure_server(
             load, config, url=url, server=server, command=options.served_by,
-            api_key=options.api_key or key, goals_ms=goals_ms, warmup=options.warmup,
+            api_key=key, goals_ms=goals_ms, warmup=options.warmup,
             processes=options.processes or max(1, min(4, (os.cpu_count() or 2) // 2)),
             bar=progress_bar, prefill_url=options.prefill_url,
         ) for load in loads)  # fmt: skip

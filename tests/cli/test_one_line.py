@@ -33,6 +33,10 @@ def said(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
         (("serve", "--port", "65536"), "server.port is 65536; it must be between 0 and 65535"),
         (("serve", "--set"), "Option '--set' requires an argument."),
         (("serve", "demo", "more"), "Got unexpected extra argument (more)"),
+        (("serve", "--host", ""), "server.host (--host) is empty; leave it out for 127.0.0.1"),
+        (("serve", "--device", "\udcff"), r"recipe: a value is '\udcff'; it has a control character"),
+        (("bench", "--api-key", "\udcff"), "--api-key has control characters"),
+        (("bench", "--api-key", "a\nb"), "--api-key has control characters"),
         (("bench", "--concurrency", "0"), "Invalid value for '--concurrency': 0 is not in the "
                                           "range x>=1."),
         (("bench", "--temperature", "3"), "Invalid value for '--temperature': 3.0 is not in the "
