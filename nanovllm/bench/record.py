@@ -206,9 +206,13 @@ def name(record: Record) -> str:
 
 
 def without_secrets(argv: list[str]) -> list[str]:
-    """Return a command line without API keys and transfer secrets."""
+    """Return a command line without API keys and transfer secrets.
+
+    Bytes that are not UTF-8, which JSON cannot have, are escaped.
+    """
     shown: list[str] = []
     for text in argv:
+        text = text.encode(errors="backslashreplace").decode()
         text = re.sub(r"(--api-key[ =])\S+", r"\1...", text)
         if shown and shown[-1] == "--api-key":
             text = "..."

@@ -40,8 +40,12 @@ class NewFile(click.Path):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Path:  # noqa: ANN401
         path = Path(value)
-        is_wrong = path.is_dir() and not self.dir_okay
-        if is_wrong or not os.access(path if path.exists() else path.parent, os.W_OK):
+        try:
+            is_wrong = path.is_dir() and not self.dir_okay
+            is_wrong = is_wrong or not os.access(path if path.exists() else path.parent, os.W_OK)
+        except OSError:  # such as a name that is too long
+            is_wrong = True
+        if is_wrong:
             raise ConfigError(f"{param.opts[0]} {path}: no file can be written there")
         return path
 

@@ -189,6 +189,7 @@ def test_an_h100_is_not_faster_than_an_h200() -> None:
         (["--lengths", "1.5"], r"^--lengths 1.5: write numbers from 1"),
         (["--lengths", "500,32769"], r"^--lengths 32769: server.max_model_tokens is 32768$"),
         (["--json", "/nowhere/x"], r"^--json /nowhere/x: no file can be written there$"),
+        (["--json", "9" * 300], r"^--json 9+: no file can be written there$"),
         (["--plot", "/"], r"^--plot /: no file can be written there$"),
         (["--set", "server.max_model_tokens=50000"], r"the model's context is 40960 tokens$"),
         (["--set", "model.num_layers=37"], r"^model.num_layers is 37; .* between 1 and 36, the"),

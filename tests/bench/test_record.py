@@ -70,6 +70,7 @@ def test_secrets_stay_out() -> None:
     assert record.without_secrets(forms) == [
         "--set=server.api_key=...", "server=...", "server.port=9",
     ]  # fmt: skip
+    assert record.without_secrets(["a\udcff é"]) == [r"a\udcff é"]  # bytes that are not UTF-8
     assert record.without_secrets(["vllm serve m --api-key s3cret --port 1"]) == [
         "vllm serve m --api-key ... --port 1"
     ]
