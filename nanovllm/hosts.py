@@ -86,7 +86,7 @@ def check(host: str, allowed_origins: Iterable[str], allowed_hosts: Iterable[str
                 'port, as in https://chat.example or http://10.0.0.5:3000; all of them are ["*"]'
             )
     for text in allowed_hosts:
-        if (host := host_of(text)) is None or host != text.lower().rstrip("."):
+        if (bare := host_of(text)) is None or bare != text.lower().rstrip("."):
             raise ConfigError(
                 f"server.allowed_hosts has {text!r}; write a name without scheme and port, as in "
                 "gpu-box.example"

@@ -224,8 +224,8 @@ def test_the_wheel_ships_recipes_and_every_package() -> None:
          "structured_outputs, paper, speculate, adapters, transfer, kv_events"),
         ("server.host=' '", "server.host (--host) is empty; leave it out for 127.0.0.1, or write "
          "0.0.0.0 for all addresses of this machine"),
-        ('device="\\ud800"', "recipe: a value is '\\ud800'; it has a control character, or one that "
-         "is not Unicode"),
+        ('device="\\ud800"', "recipe: a value is '\\ud800'; it has a control character, or one "
+         "that is not Unicode"),
         ('server.served_name="a\\ud800"', "server.served_name is 'a\\ud800'; it has a control "
          "character, or one that is not Unicode"),
         ('server.served_name="a\\nb"', "server.served_name is 'a\\nb'; it has a control character, "
@@ -244,7 +244,7 @@ def test_a_wrong_key_or_value_is_named(override: str, line: str) -> None:
 
 def test_arguments_may_have_any_bytes() -> None:
     """An argument that is not UTF-8 has surrogates in Python."""
-    assert refused(None, **{"device": "cp\udcff"}).startswith(r"recipe: a value is 'cp\udcff'; ")
+    assert refused(None, device="cp\udcff").startswith(r"recipe: a value is 'cp\udcff'; ")
     assert refused(None, **{"server.host": ""}).startswith("server.host (--host) is empty; ")
 
 
