@@ -13,12 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from hashlib import sha256
 from multiprocessing.connection import Client, Connection, Listener
 from typing import TypeAlias
 
 import msgspec
 
+from nanovllm.transfer.tickets import derived_key
+
+SCOPE = b"nanovllm transfer share 1\0"  # keeps other uses of the secret apart
 Span: TypeAlias = tuple[int, int]  # first byte in a rank's state, number of bytes
 # Number of a page, and None; or number of a checkpoint, and spans of its state.
 decode = msgspec.msgpack.Decoder(tuple[int, list[Span] | None]).decode
@@ -119,4 +121,4 @@ def connected(path: str, key: bytes) -> Connection:
 
 def key_of(secret: str) -> bytes:
     """Return the key of connections between the ranks of one engine."""
-    return sha256(b"nanovllm transfer share 1\0" + secret.encode()).digest()
+    return derived_key(secret, SCOPE)

@@ -35,6 +35,12 @@ def test_pages_and_states_of_another_rank(path: str) -> None:
     assert Path(path).stat().st_mode & 0o777 == 0o600
 
 
+def test_a_secret_may_have_any_bytes() -> None:
+    """Random bytes in the environment are not UTF-8, and have surrogates in Python."""
+    assert shares.key_of("\udcff" * 16).hex().startswith("74f57e1da88665bf")
+    assert shares.key_of("sixteen characters, or more").hex().startswith("51085303f54ed8b6")
+
+
 def test_a_client_without_the_secret_gets_nothing(path: str) -> None:
     with pytest.raises(AuthenticationError):
         OtherRank(path, SECRET + "!").page(7)
