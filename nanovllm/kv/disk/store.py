@@ -374,7 +374,10 @@ class DiskStore:
             self._index.put(name, PageFile(len(file), stamp))
         except OSError as error:
             if not self._check_folder():
-                self._health.step_aside(kind_of(error), detail_of(error))
+                if isinstance(error, IsADirectoryError | NotADirectoryError):  # of one name
+                    self._health.note("foreign", detail_of(error))
+                else:
+                    self._health.step_aside(kind_of(error), detail_of(error))
             return False
         finally:
             self._index.reserve(-len(file))

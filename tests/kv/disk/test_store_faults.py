@@ -109,6 +109,22 @@ DAMAGES: list[tuple[str, Callable[[Path, Path], None]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("is_shard", [False, True])
+def test_a_page_that_cannot_have_its_name_leaves_others_alone(
+    is_shard: bool, tmp_path: Path
+) -> None:
+    """A folder is where the page's file should be, or a file where its folder should be."""
+    with opened(tmp_path, limits(scan_s=100)) as store:
+        path = path_of(tmp_path, b"a")
+        path.parent.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.write_bytes(b"") if is_shard else path.mkdir(parents=True)
+        ticket = store.write(b"a", payload(b"a"))
+        assert ticket is not None and result(store, ticket)  # copied, but not written
+        eventually(lambda: store.faults() == {"foreign": 1})
+        put(store, b"b")
+        assert get(store, b"b") == payload(b"b") and not store.holds(b"a")
+
+
 @pytest.mark.parametrize(("kind", "damage"), DAMAGES)
 def test_a_damaged_file_is_a_miss(
     kind: str, damage: Callable[[Path, Path], None], tmp_path: Path,
