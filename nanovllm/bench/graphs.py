@@ -92,8 +92,8 @@ def measure(runner: Runner, load: range) -> Iterator[GraphCost]:
     The runner's slots and caches are overwritten. `load` has the rows of the decode steps.
     """
     occupy(runner)
-    for (size, width), captured in runner.graphs.captured.items():
-        fed = [rows for rows in load if runner.graphs.fit(rows, 1) == (size, width)]
+    for (size, width), captured in runner.graphs.plain.decode.captured.items():
+        fed = [rows for rows in load if runner.graphs.plain.decode.fit(rows, 1) == (size, width)]
         decode = runner.builder.padded(size, width, runner.slots.max_tokens)
         padding = 1 - sum(fed) / (len(fed) * size) if fed else 0.0
         mode = "FULL/decode" if width == 1 else f"FULL/decode of {width}"
@@ -103,12 +103,12 @@ def measure(runner: Runner, load: range) -> Iterator[GraphCost]:
             size=size,
             captured=captured,
             eager=partial(runner.forward, decode),
-            replay=partial(runner.graphs.replay, (size, width)),
+            replay=partial(runner.graphs.plain.decode.replay, (size, width)),
             num_fed=spread(runner, size, width),
         )
         yield replace(graph, used=len(fed) / len(load), padding=padding)
     runner.slots.lengths_N //= 2  # so that requests have room for chunks
-    for size, piecewise in runner.piecewise.captured.items():
+    for size, piecewise in runner.graphs.plain.mixed.captured.items():
         eager = partial(runner.forward, mixed_rows(runner, size))
         yield compared(
             runner,
@@ -202,12 +202,12 @@ def seconds_of(step: Callable[[], object], device: torch.device) -> float:
 def eager_reason(runner: Runner, recipe: Recipe) -> dict[str, str | None]:
     """Return the runner's reasons to run each kind of step eagerly; None: a graph is replayed."""
     slots, most = int(recipe.schedule.slots), int(recipe.schedule.step_tokens)
-    captured = max(runner.piecewise.captured, default=1)
+    captured = max(runner.graphs.plain.mixed.captured, default=1)
     decode = runner.builder.padded(slots, 1, runner.slots.max_tokens)
-    reasons = {f"decode, 1 to {slots} rows": runner.eager_reason(decode)}
+    reasons = {f"decode, 1 to {slots} rows": runner.graphs.plain.eager_reason(decode)}
     for low, high in ((1, captured), (captured + 1, most)):
         if high > low:
-            why = runner.eager_reason(padding_rows(runner, 1, high))
+            why = runner.graphs.plain.eager_reason(padding_rows(runner, 1, high))
             reasons[f"prefill and mixed, {low} to {high} tokens"] = why
     return reasons | {"sampling, after either": "its launches depend on the rows' parameters"}
 

@@ -112,7 +112,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
             not_chosen=repr(resolved.passed_over) if resolved.passed_over else None,
             pages=recipe.cache.pages,
             page_tokens=recipe.cache.page_tokens,
-            graphs=len(runner.graphs.captured),
+            graphs=len(runner.graphs.plain.decode.captured),
             load_s=loaded - started,
             size_s=sized - loaded,
             capture_s=time.perf_counter() - sized,
@@ -365,17 +365,11 @@ def capture(runner: Runner, recipe: Recipe) -> None:
     sizes = [(size, w) for w in widths for size in graph_sizes(largest_graph(slots, w))]
     most = min(recipe.kernels.mixed_graph_tokens, int(recipe.schedule.step_tokens))
     piecewise = piecewise_sizes(most)
-    decode = [runner.graphs, runner.draws]
-    if runner.draft_model is not None:
-        decode.append(runner.quiet_draws)
-    mixed = [runner.piecewise]
+    kinds = [runner.graphs.plain]
     if runner.adapters is not None and not runner.adapters.has_experts:
-        decode += (
-            runner.graph_sets[True].steps,
-            runner.graph_sets[True].draws,
-            runner.graph_sets[True].quiet_draws,
-        )[: len(decode)]
-        mixed.append(runner.graph_sets[True].piecewise)
+        kinds.append(runner.graphs.adapted)
+    decode = [graphs for kind in kinds for graphs in (kind.decode, *kind.draws.values())]
+    mixed = [kind.mixed for kind in kinds]
     num_graphs = len(decode) * len(sizes) + len(mixed) * len(piecewise)
     progress = Progress(log, "capturing", num_graphs, "CUDA graphs")
     for graphs in decode:

@@ -24,6 +24,7 @@ from nanovllm.runner.adapters import AdapterBank
 from nanovllm.runner.batch import BatchPrep, RowBuilder, StepRows
 from nanovllm.runner.caches import Caches, NoStates, States
 from nanovllm.runner.expert_load import ExpertCounter
+from nanovllm.runner.graph_set import GraphSet, StepGraphs
 from nanovllm.runner.graphs import DecodeGraphs, PiecewiseGraphs, borrowed, largest_graph
 from nanovllm.runner.peers_and_disk import PeersAndDisk
 from nanovllm.runner.results import DeviceClock, Handle, StepCopy, start_copy
@@ -58,16 +59,6 @@ class Written(NamedTuple):
 
     tokens_RW: Tensor  # each row's new tokens, then -1
     drafts_RX: Tensor | None
-
-
-class GraphSet(NamedTuple):
-    """CUDA graphs of all parts of a step."""
-
-    steps: DecodeGraphs
-    draws: DecodeGraphs
-    # The same for steps after which the draft model proposes nothing. Empty without one.
-    quiet_draws: DecodeGraphs
-    piecewise: PiecewiseGraphs
 
 
 class Runner:
@@ -117,22 +108,26 @@ class Runner:
         num_slots, width = self.slots.padding, 1 + self.num_drafts
         most_rows = largest_graph(num_slots, width)
         self.builder = RowBuilder(most_rows, num_slots, width, self.device)
-        # By whether a row of the step has an adapter.
-        self.graph_sets = {adapted: self._graphs(adapted=adapted) for adapted in (False, True)}
-        self.graphs, self.draws, self.quiet_draws, self.piecewise = self.graph_sets[False]
+        self.graphs = GraphSet(self._graphs(adapted=False), self._graphs(adapted=True))
         self.clock = DeviceClock(self.device)
         self.steps_by_mode: Counter[str] = Counter()
         self.padded_tokens = 0
         self.vetting = Vetting(sampler.vocab_size)
 
-    def _graphs(self, *, adapted: bool) -> GraphSet:
+    def _graphs(self, *, adapted: bool) -> StepGraphs:
         """Return graphs that are not captured yet, for steps with or without adapters."""
-        most_rows, draw = self.slots.padding * self.builder.width, self.draw_plain
-        return GraphSet(
-            DecodeGraphs(partial(self.forward, adapted=adapted), self.builder, share_outputs),
-            DecodeGraphs(partial(draw, adapted=adapted), self.builder),
-            DecodeGraphs(partial(draw, adapted=adapted, proposes=False), self.builder),
-            PiecewiseGraphs(partial(self.hidden, adapted=adapted), most_rows, self.device),
+        builder = self.builder
+        forward = partial(self.forward, adapted=adapted)
+        hidden = partial(self.hidden, adapted=adapted)
+        draw = partial(self.draw_plain, adapted=adapted)
+        without_drafts = None
+        if self.draft_model is not None:
+            without_drafts = DecodeGraphs(partial(draw, proposes=False), builder)
+        return StepGraphs(
+            decode=DecodeGraphs(forward, builder, share_outputs),
+            mixed=PiecewiseGraphs(hidden, self.slots.padding * builder.width, self.device),
+            draw=DecodeGraphs(draw, builder),
+            draw_without_drafts=without_drafts,
         )
 
     def vet(self, request: Generate) -> None:
@@ -220,12 +215,10 @@ class Runner:
         if masked and masks is not None and logits_SV is not None:
             self.sampler.apply_mask(logits_SV, rows.samples_of(masked), masks)
         size = len(batch.token_ids_T), rows.width
-        graphs = self.graph_sets[rows.adapted]
-        graph = graphs.steps.captured.get(size)
-        if graph and graph.output is forwarded and self.sampler.plain(rows.host_slots):
-            is_quiet = self.draft_model is not None and not rows.proposes
-            draws = graphs.quiet_draws if is_quiet else graphs.draws
-            written: Written = draws.replay(size)
+        graphs = self.graphs.of(adapted=rows.adapted)
+        draw = graphs.draw_after(size, forwarded, proposes=rows.proposes)
+        if draw is not None and self.sampler.plain(rows.host_slots):
+            written: Written = draw.replay(size)
             return start_copy(rows, written.tokens_RW, written.drafts_RX)
         num_samples = len(rows.host_slots)
         sampled = Sampled(batch.slots_T[:0], None)
@@ -247,7 +240,7 @@ class Runner:
 
         Captured as well, because its launches take the host as long as those of the forward pass.
         """
-        graphs = self.graph_sets[adapted].steps
+        graphs = self.graphs.of(adapted=adapted).decode
         forwarded = graphs.captured[rows.num_tokens, rows.width].output
         assert isinstance(forwarded, Forwarded) and forwarded.logits_SV is not None
         batch = forwarded.batch
@@ -283,33 +276,19 @@ class Runner:
 
         `lane_tokens` is that of the plan, so that all lanes choose the same mode.
         """
-        num_tokens, graphs = max(rows.num_tokens, lane_tokens), self.graph_sets[rows.adapted]
-        if not rows.is_decode:
-            size = graphs.piecewise.fit(num_tokens)
-            self.padded_tokens += size - rows.num_tokens if size else 0
-            return self.forward(rows, size, lane_tokens), "PIECEWISE" if size else "NONE"
-        fitting = graphs.steps.fit(num_tokens, rows.width)
-        if fitting is None:
+        graphs = self.graphs.of(adapted=rows.adapted)
+        size = graphs.fit(rows, max(rows.num_tokens, lane_tokens))
+        if not size:
             return self.forward(rows, lane_tokens=lane_tokens), "NONE"
-        self.padded_tokens += fitting[0] - rows.num_tokens
-        return graphs.steps.replay(fitting), "FULL"
-
-    def eager_reason(self, rows: StepRows) -> str | None:
-        """Return the reason why a step of these rows replays no graph, or None if it does."""
-        graphs = self.graph_sets[rows.adapted]
-        of_width = [tokens for tokens, width in graphs.steps.captured if width == rows.width]
-        sizes = of_width if rows.is_decode else list(graphs.piecewise.captured)
-        if not sizes:
-            return "no graph was captured"
-        if rows.num_tokens > max(sizes):
-            count = f"{rows.num_tokens} {'rows' if rows.is_decode else 'tokens'}"
-            return f"{count} are more than the largest graph's {max(sizes)}"
-        return None
+        self.padded_tokens += size - rows.num_tokens
+        if rows.is_decode:
+            return graphs.decode.replay((size, rows.width)), "FULL"
+        return self.forward(rows, size, lane_tokens), "PIECEWISE"
 
     def forward(
         self, rows: StepRows, size: int = 0, lane_tokens: int = 0, *, adapted: bool = False
     ) -> Forwarded:
-        """Run the model with the piecewise graphs of this size, or eagerly if it is 0.
+        """Run the model with the mixed graph of this size, or eagerly if it is 0.
 
         `adapted`: also for rows that are not known on the host, as in a capture.
         """
@@ -318,7 +297,7 @@ class Runner:
         if not size and self._is_halved(rows):
             ctx = replace(ctx, halves=tuple(map(self._bound, halves_of(batch))))
         if size:
-            hidden_SD, *inputs = self.graph_sets[rows.adapted].piecewise.replay(size, ctx)
+            hidden_SD, *inputs = self.graphs.of(adapted=rows.adapted).mixed.replay(size, ctx)
         else:
             hidden_SD, *inputs = self.hidden(ctx, adapted=adapted)
         samples = rows.is_decode or len(rows.host_slots)

@@ -73,7 +73,7 @@ def capture_pretended(
 
     `before` runs first in each replay.
     """
-    captured = runner.graphs.captured
+    captured = runner.graphs.plain.decode.captured
     runner.builder.static_counts_R.zero_()
     for size in sizes:
 
@@ -83,7 +83,7 @@ def capture_pretended(
 
         replayed = Replayed(runner, rows, before)
         captured[size, width] = Captured(replayed, replayed.output, 0.25, size << 20)
-    runner.graphs.captured = dict(sorted(captured.items()))
+    runner.graphs.plain.decode.captured = dict(sorted(captured.items()))
 
 
 @pytest.fixture
@@ -154,12 +154,12 @@ def test_a_gpu_recipe_has_no_obstacle_but_its_own_wishes() -> None:
 def test_the_runner_says_which_steps_it_does_not_replay(built: Built) -> None:
     runner = built.runner
     decode = runner.builder.padded(9, 1, 256)
-    assert runner.eager_reason(decode) == "no graph was captured"
+    assert runner.graphs.plain.eager_reason(decode) == "no graph was captured"
     capture_pretended(runner, [4, 8])
-    assert runner.eager_reason(decode) == "9 rows are more than the largest graph's 8"
-    assert runner.eager_reason(runner.builder.padded(8, 1, 256)) is None
+    assert runner.graphs.plain.eager_reason(decode) == "9 rows are more than the largest graph's 8"
+    assert runner.graphs.plain.eager_reason(runner.builder.padded(8, 1, 256)) is None
     no_graph = "no graph was captured"
-    assert runner.eager_reason(padding_rows(runner, 1, 2)) == no_graph
+    assert runner.graphs.plain.eager_reason(padding_rows(runner, 1, 2)) == no_graph
     capture_pretended(runner, [SLOTS])
     sampling = ("sampling, after either", "its launches depend on the rows' parameters")
     assert [*eager_reason(runner, built.recipe).items()] == [
@@ -202,7 +202,7 @@ def test_a_faithful_graph_gives_the_same_logits_row_by_row(built: Built) -> None
     assert [graph.padding for graph in found] == pytest.approx([0, 0, 1 / 8, 6 / 32, 0])
     assert metrics(found)["padding_percent"] == pytest.approx(100 * (1 + 6) / (8 + 32))
     assert (found[2].capture_ms, found[2].memory_mib) == (250.0, 4.0)
-    graph = runner.graphs.captured[4, 1].graph
+    graph = runner.graphs.plain.decode.captured[4, 1].graph
     assert graph.count == 1 + 1 + 1  # comparison, warm-up, timing
 
 
@@ -221,7 +221,7 @@ def test_piecewise_graphs_are_measured_on_mixed_steps(built: Built) -> None:
     assert all(graph.max_logit_difference < 1e-3 < 1 < graph.largest_logit for graph in piecewise)
     assert all(graph.replay_ms > 0 and graph.eager_ms > 0 for graph in piecewise)
     assert all((graph.used, graph.padding) == (0, 0) for graph in piecewise)
-    runner.piecewise.captured[8].graphs.reverse()
+    runner.graphs.plain.mixed.captured[8].graphs.reverse()
     assert not list(measure(runner, range(3, 5)))[1].is_right
 
 
@@ -261,7 +261,7 @@ def test_a_step_that_moves_states_is_compared_with_itself_from_the_same_ones(
         assert loses(kept_NWX) == loses(drafting.lengths_N, 200) == [False] * steps + [True] * 2
     states_NX = runner.states.rows_NX[: runner.slots.padding]
     assert states_NX.isfinite().all() and states_NX.abs().max() < 100
-    runner.piecewise.captured[8].graphs.reverse()
+    runner.graphs.plain.mixed.captured[8].graphs.reverse()
     assert not [*measure(runner, range(1, 7))][-2].is_right
 
 

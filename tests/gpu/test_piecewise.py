@@ -56,7 +56,7 @@ def rows_of(runner: Runner, num_decodes: int, counts: list[int]) -> StepRows:
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_piecewise_graphs_give_the_eager_logits_whatever_the_mix(runner: Runner) -> None:
-    assert list(runner.piecewise.captured) == piecewise_sizes(512)
+    assert list(runner.graphs.plain.mixed.captured) == piecewise_sizes(512)
     for seed, (num_decodes, counts) in enumerate(MIXES):
         occupy(runner, seed)
         runner.slots.lengths_N[:SLOTS] //= 4  # make room for the chunks
@@ -110,7 +110,7 @@ def test_steps_of_all_kinds_can_follow_each_other(runner: Runner) -> None:
 @pytest.mark.gpu
 def test_logits_of_different_graphs_take_the_same_memory(runner: Runner) -> None:
     spans = []
-    for (size, _), captured in runner.graphs.captured.items():
+    for (size, _), captured in runner.graphs.plain.decode.captured.items():
         assert captured.output.logits_SV.shape == (size, VOCABULARY)
         start = captured.output.logits_SV.data_ptr()
         spans.append((start, start + captured.output.logits_SV.nbytes))

@@ -76,5 +76,5 @@ def memory(leaf: object) -> int:
 @torch.inference_mode()
 def capture_on_tapes(runner: Runner, sizes: list[int]) -> None:
     """Capture steps with prompt chunks of the given sizes."""
-    runner.piecewise.new_graph = Tape
-    runner.piecewise.capture(sizes)
+    runner.graphs.plain.mixed.new_graph = Tape
+    runner.graphs.plain.mixed.capture(sizes)

@@ -136,7 +136,7 @@ def test_drafts_beside_a_chunk_are_replayed_piecewise(runner: Runner) -> None:
     assert runner.steps_by_mode["PIECEWISE/mixed"] == before + 1
     assert plans.result is not None and plans.result.drafts is not None
     assert plans.result.drafts.shape == (4, 1 + DRAFTS)
-    runner.piecewise.captured.clear()
+    runner.graphs.plain.mixed.captured.clear()
     for slot in begun:
         tokens = alone(runner, slot, WISHES["greedy"])
         assert plans.lines[slot] == tokens[1 : 1 + len(plans.lines[slot])] != []

@@ -63,7 +63,7 @@ def capture(graphs: DecodeGraphs, sizes: list[tuple[int, int]], max_length: int)
 @torch.inference_mode()
 def with_graphs(runner: Runner, max_length: int) -> None:
     sizes = [(2, 1), (4, 1), (4, 4), (8, 4), (16, 4)]
-    for graphs in (runner.graphs, runner.draws, runner.quiet_draws):
+    for graphs in (runner.graphs.plain.decode, *runner.graphs.plain.draws.values()):
         capture(graphs, sizes, max_length)
 
 
@@ -102,5 +102,5 @@ def test_a_replay_is_the_eager_step(model: Path, adapt: bool) -> None:
     assert found[True] == found[False]
     assert sum(found[True][1]) > 20
     if has_graphs:
-        replays = [one.graph.replays for one in engine.runner.draws.captured.values()]
+        replays = [one.graph.replays for one in engine.runner.graphs.plain.draw.captured.values()]
         assert sum(replays) > 10

@@ -99,7 +99,7 @@ def test_behind_the_last_attention_only_sampling_rows_go_on(
         seen.clear()
         runner.forward(rows)
         assert seen == [rows.num_tokens] * (len(runner.model.layers) - 1) + [num_sampling]
-    last = runner.piecewise.captured[16].graphs[-1].operations
+    last = runner.graphs.plain.mixed.captured[16].graphs[-1].operations
     lines = {len(args[0]) for name, args, _, _ in last if "linear" in str(name)}
     assert lines == {SLOTS}  # maximum number of sampling rows, out of 16 tokens
 
@@ -113,7 +113,7 @@ def watched(forward: Callable[..., object], seen: list[int]) -> Callable[..., ob
 
 
 def test_only_attention_is_left_out_of_the_graphs(runner: Runner) -> None:
-    piecewise, layers = runner.piecewise.captured[16], runner.model.layers
+    piecewise, layers = runner.graphs.plain.mixed.captured[16], runner.model.layers
     assert [cut.operation for cut in piecewise.cuts] == [block.attn.attend for block in layers]
     assert len(piecewise.graphs) == len(layers) + 1
     operations = [[str(call[0]) for call in tape.operations] for tape in piecewise.graphs]
@@ -124,18 +124,20 @@ def test_only_attention_is_left_out_of_the_graphs(runner: Runner) -> None:
 
 
 def test_results_of_attention_have_one_buffer_for_all_layers_and_sizes(runner: Runner) -> None:
-    (buffer,) = runner.piecewise.results.items()
+    (buffer,) = runner.graphs.plain.mixed.results.items()
     shape, o_THA = buffer
-    found = [cut for piecewise in runner.piecewise.captured.values() for cut in piecewise.cuts]
+    found = [
+        cut for piecewise in runner.graphs.plain.mixed.captured.values() for cut in piecewise.cuts
+    ]
     assert len(found) == len(SIZES) * len(runner.model.layers)
     assert {cut.result for cut in found} == {shape} and len(o_THA) == max(SIZES)
     assert {cut.tensors[0].shape[1:] for cut in found} == {shape[0]} == {o_THA.shape[1:]}
 
 
 def test_the_runner_says_why_a_step_with_a_chunk_is_eager(runner: Runner) -> None:
-    assert runner.eager_reason(padding_rows(runner, 1, 48)) is None
+    assert runner.graphs.plain.eager_reason(padding_rows(runner, 1, 48)) is None
     too_long = "49 tokens are more than the largest graph's 48"
-    assert runner.eager_reason(padding_rows(runner, 1, 49)) == too_long
+    assert runner.graphs.plain.eager_reason(padding_rows(runner, 1, 49)) == too_long
     with torch.inference_mode():
         assert runner._run(padding_rows(runner, 1, 49))[1] == "NONE"
 

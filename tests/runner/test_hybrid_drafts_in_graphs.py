@@ -94,7 +94,7 @@ def engine_of(config: Config, speculate: Speculate | None, slots: int = SLOTS) -
 @torch.inference_mode()
 def with_graphs(engine: WholeEngine, *, mixed: bool = True) -> None:
     runner = engine.runner
-    for graphs in (runner.graphs, runner.draws, runner.quiet_draws):
+    for graphs in (runner.graphs.plain.decode, *runner.graphs.plain.draws.values()):
         capture(graphs, SIZES, MAX_TOKENS)
     if mixed:
         capture_on_tapes(runner, [8, 40, 80])
@@ -160,7 +160,9 @@ def test_a_replay_is_the_eager_step(config: Config, method: str) -> None:
     kinds = {mode.partition("/")[0] for mode in found.modes}
     assert "FULL" in kinds and "PIECEWISE" in kinds
     assert {mode.partition("/")[0] for mode in eager.modes} == {"NONE"}
-    replays = {size: one.graph.replays for size, one in engine.runner.graphs.captured.items()}
+    replays = {
+        size: one.graph.replays for size, one in engine.runner.graphs.plain.decode.captured.items()
+    }
     assert all(replays[size] > 2 for size in ((4, 4), (8, 4), (16, 4))), replays
     assert engine.runner.padded_tokens > 30
 
