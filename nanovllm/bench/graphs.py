@@ -1,4 +1,6 @@
-"""Comparison of each captured graph with the eager step: time, memory, logits, padding.
+"""Comparison of each captured graph with the eager step: time, memory, results, padding.
+
+Forward passes are compared by their logits. Draws are compared by bench/draws.py.
 
 Decision: the rows are synthetic requests with random tokens, lengths and cached keys, not padding
 rows. Padding rows are all equal, so a graph that reads another row's slot would compute the correct
@@ -20,11 +22,12 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
+from nanovllm.bench.draws import compare, restored
 from nanovllm.config import ConfigError, Recipe
 from nanovllm.plan import Chunk, StepPlan
 from nanovllm.runner.batch import StepRows
 from nanovllm.runner.build import padding_rows
-from nanovllm.runner.graphs import Captured, CapturedPiecewise
+from nanovllm.runner.graphs import Captured, CapturedPiecewise, DecodeGraphs, Size
 from nanovllm.runner.runner import Forwarded, Runner
 
 CONTEXT = 1024  # longest synthetic request, if the cache can hold one per slot
@@ -40,14 +43,27 @@ class GraphCost(Struct, frozen=True, kw_only=True):
     memory_mib: float
     replay_ms: float
     eager_ms: float
-    max_logit_difference: float
-    largest_logit: float
-    used: float = 0.0  # fraction of the load's decode steps that use the graph
+    max_logit_difference: float = 0.0  # of a forward pass
+    largest_logit: float = 0.0
+    differences: int | None = None  # of a draw, see draws.compare; None: a forward pass
+    # Fraction of the load's decode steps that use the graph. 0 for draws, which also depend on the
+    # requests' parameters.
+    used: float = 0.0
     padding: float = 0.0  # padding rows / rows in these steps
 
     @property
     def is_right(self) -> bool:
+        if self.differences is not None:
+            return self.differences == 0
         return self.max_logit_difference <= MOST_OFF * self.largest_logit  # False for a NaN
+
+    @property
+    def measured(self) -> list[tuple[str, float]]:
+        """The times, and the difference from the eager step, by name."""
+        times = [("replay_ms", self.replay_ms), ("eager_ms", self.eager_ms)]
+        if self.differences is not None:
+            return [*times, ("differences", self.differences)]
+        return [*times, ("max_logit_difference", self.max_logit_difference)]
 
 
 def context_of(runner: Runner) -> tuple[int, int]:
@@ -63,7 +79,10 @@ def context_of(runner: Runner) -> tuple[int, int]:
 
 @torch.inference_mode()
 def occupy(runner: Runner, seed: int = 0) -> None:
-    """Fill slots with synthetic requests whose next token is due."""
+    """Fill slots with synthetic requests whose next token is due.
+
+    Every second one is drawn by temperature, the others are greedy.
+    """
     slots = runner.slots
     filled, most = context_of(runner)
     each = -(-(most + runner.num_drafts) // slots.page_tokens)
@@ -74,39 +93,51 @@ def occupy(runner: Runner, seed: int = 0) -> None:
     slots.pages_NM[:filled, :each] = torch.arange(1, filled * each + 1).view(filled, each)
     for pages_LPSGA in runner.caches.tensors:
         pages_LPSGA[:, 1 : filled * each + 1].normal_(generator=random)
-    runner.builder.static_slots_R[:filled] = torch.arange(filled, device=runner.device)
+    slots_F = torch.arange(filled, device=runner.device)
+    runner.builder.static_slots_R[:filled] = slots_F
+    runner.sampler.seeds_N[:filled] = slots_F
+    runner.sampler.inverse_temperatures_N[:filled] = (slots_F % 2).float()
 
 
 def spread(runner: Runner, num_tokens: int, width: int) -> int:
-    """Set ragged token counts, up to `width`, for decode rows. Return their sum."""
+    """Set ragged token counts, up to `width`, for decode rows. Return their sum.
+
+    Rows for which no tokens are left are padding, as in a step.
+    """
     counts = 1 + np.arange(min(context_of(runner)[0], num_tokens)) % width
     counts[counts.cumsum() > num_tokens] = 0
+    slots = np.where(counts > 0, np.arange(len(counts)), runner.slots.padding)
     runner.builder.static_counts_R[: len(counts)] = torch.from_numpy(counts.astype(np.int32))
+    runner.builder.static_slots_R[: len(counts)] = torch.from_numpy(slots)
     return int(counts.sum())
 
 
 @torch.inference_mode()
 def measure(runner: Runner, load: range) -> Iterator[GraphCost]:
-    """Yield the costs of full graphs by increasing size, then those of the piecewise ones.
+    """Yield the costs of forward passes of decode rows, of draws, and of mixed forward passes.
 
-    The runner's slots and caches are overwritten. `load` has the rows of the decode steps.
+    Each by increasing size. The runner's slots and caches are overwritten. `load` has the rows of
+    the decode steps.
     """
     occupy(runner)
-    for (size, width), captured in runner.graphs.plain.decode.captured.items():
-        fed = [rows for rows in load if runner.graphs.plain.decode.fit(rows, 1) == (size, width)]
+    decodes = runner.graphs.plain.decode
+    for (size, width), captured in decodes.captured.items():
+        fed = [rows for rows in load if decodes.fit(rows, 1) == (size, width)]
         decode = runner.builder.padded(size, width, runner.slots.max_tokens)
         padding = 1 - sum(fed) / (len(fed) * size) if fed else 0.0
-        mode = "FULL/decode" if width == 1 else f"FULL/decode of {width}"
         graph = compared(
             runner,
-            mode=mode,
+            mode=mode_of("decode", width),
             size=size,
             captured=captured,
             eager=partial(runner.forward, decode),
-            replay=partial(runner.graphs.plain.decode.replay, (size, width)),
+            replay=partial(decodes.replay, (size, width)),
             num_fed=spread(runner, size, width),
         )
         yield replace(graph, used=len(fed) / len(load), padding=padding)
+    for name, graphs in runner.graphs.plain.draws.items():
+        for fixed in graphs.captured:
+            yield compared_draw(runner, mode_of(name, width=fixed[1]), fixed, graphs)
     runner.slots.lengths_N //= 2  # so that requests have room for chunks
     for size, piecewise in runner.graphs.plain.mixed.captured.items():
         eager = partial(runner.forward, mixed_rows(runner, size))
@@ -142,6 +173,30 @@ def compared(
         replay_ms=1e3 * seconds_of(replay, runner.device),
         eager_ms=1e3 * seconds_of(eager, runner.device),
     )
+
+
+def mode_of(name: str, width: int) -> str:
+    """Return the mode of a graph of decode rows with up to `width` tokens each."""
+    return f"FULL/{name}" if width == 1 else f"FULL/{name} of {width}"
+
+
+def compared_draw(runner: Runner, mode: str, size: Size, draws: DecodeGraphs) -> GraphCost:
+    """Compare a graph that draws with the eager draw from the same logits."""
+    captured, decode = draws.captured[size], runner.builder.padded(*size, runner.slots.max_tokens)
+    spread(runner, *size)
+    logits(runner, partial(runner.graphs.plain.decode.replay, size))  # the inputs of the draw
+    eager, replay = partial(draws.run, decode), partial(draws.replay, size)
+    with restored(runner.slots):
+        differences = compare(runner, decode, eager, replay)
+        return GraphCost(
+            mode=mode,
+            rows=size[0],
+            capture_ms=1e3 * captured.seconds,
+            memory_mib=captured.bytes_used / 2**20,
+            replay_ms=1e3 * seconds_of(replay, runner.device),
+            eager_ms=1e3 * seconds_of(eager, runner.device),
+            differences=differences,
+        )
 
 
 def mixed_rows(runner: Runner, num_tokens: int) -> StepRows:
@@ -216,13 +271,12 @@ def metrics(graphs: Sequence[GraphCost]) -> dict[str, float]:
     """Return the metrics of a record. Padding is padding rows / rows over the load's replays."""
     rows = sum(graph.used * graph.rows for graph in graphs)
     padding = sum(graph.used * graph.rows * graph.padding for graph in graphs)
-    names = "replay_ms", "eager_ms", "max_logit_difference"
     return {
         "graphs": float(len(graphs)),
         "capture_s": sum(graph.capture_ms for graph in graphs) / 1e3,
         "memory_mib": sum(graph.memory_mib for graph in graphs),
         "padding_percent": 100 * padding / rows if rows else 0.0,
-    } | {f"{g.mode} {g.rows}: {name}": getattr(g, name) for g in graphs for name in names}
+    } | {f"{g.mode} {g.rows}: {name}": float(value) for g in graphs for name, value in g.measured}
 
 
 def rows_of(load: str | None, slots: int) -> range:
@@ -240,6 +294,9 @@ def table(graphs: Sequence[GraphCost]) -> str:
     """Return a table with one row per graph, and a row of sums."""
     shown = pd.DataFrame(msgspec.to_builtins(graphs))
     sums = shown[["capture_ms", "memory_mib"]].sum().to_dict()
+    shown["differences"] = [
+        "" if graph.differences is None else str(graph.differences) for graph in graphs
+    ]
     shown["eager/replay"] = shown["eager_ms"] / shown["replay_ms"]
     shown[""] = ["" if graph.is_right else "FAIL" for graph in graphs]
     shown = pd.concat([shown, pd.DataFrame([{"mode": "all", "rows": len(graphs)} | sums])])

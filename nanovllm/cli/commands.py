@@ -269,10 +269,11 @@ def profile_kv(path: Path | None, plot: Path | None, **given: Any) -> None:  # n
 )
 @json_option
 def capture_graphs(load: str | None, path: Path | None, **recipe: Any) -> None:  # noqa: ANN401
-    """Capture all CUDA graphs of a model, and compare forward passes with the eager run.
+    """Capture all CUDA graphs of a model, and compare each with the eager run.
 
-    Shows the time, memory and padding of each graph of a forward pass. Those that draw tokens and
-    drafts are captured, too, but not compared. Exit code 1: the logits of a graph differ.
+    Shows the time and memory of each graph, and the padding of decode steps. Forward passes are
+    compared by their logits. Draws are compared by their tokens and drafts, and by the keys and
+    values of a draft model. Exit code 1: a graph differs.
     """
     config, began = config_of(**recipe), datetime.now(UTC)
     if load is None and (why := lacks_gpu(config.recipe.device)) is not None:
@@ -303,9 +304,10 @@ def capture_graphs(load: str | None, path: Path | None, **recipe: Any) -> None: 
         graphs = list(bench.measure(built.runner, rows))
         percent = bench.metrics(graphs)["padding_percent"]
         click.echo(
-            f"times of a forward pass over {filled} synthetic requests of {most // 2} to {most} "
-            f"tokens\n\n{bench.table(graphs)}\n\nif {rows[0]} to {rows[-1]} rows decode, equally "
-            f"often, {percent:.1f}% of the rows computed are padding\n"
+            f"times of forward passes and of draws for {filled} synthetic requests of "
+            f"{most // 2} to {most} tokens\n\n{bench.table(graphs)}\n\n"
+            f"if {rows[0]} to {rows[-1]} rows decode, equally often, {percent:.1f}% of the rows "
+            "computed are padding\n"
         )
         steps = bench.eager_reason(built.runner, final)
         for step, why in steps.items():
@@ -319,7 +321,7 @@ def capture_graphs(load: str | None, path: Path | None, **recipe: Any) -> None: 
     metrics = bench.metrics(graphs)
     write_graphs(path, began, config, final=final, workload=workload, metrics=metrics)
     if not all(graph.is_right for graph in graphs):
-        click.echo("FAIL: the logits of a graph differ from those of the eager step", err=True)
+        click.echo("FAIL: the results of a graph differ from those of the eager step", err=True)
         sys.exit(1)
 
 

@@ -326,7 +326,9 @@ def test_the_command_shows_and_records_what_it_measured(
     given = ["--device", "cpu", "--load", "3-4", "--json", str(path)]
     done = CliRunner().invoke(capture_graphs, given)
     assert done.exit_code == 0, done.exception
-    assert "times of a forward pass over 12 synthetic requests of 32 to 64 tokens" in done.output
+    assert (
+        "times of forward passes and of draws for 12 synthetic requests of 32 to 64 " in done.output
+    )
     assert "if 3 to 4 rows decode, equally often, 12.5% of the rows computed are" in done.output
     assert "decode, 1 to 12 rows: replayed" in done.output
     assert "prefill and mixed, 2 to 64 tokens: not captured: no graph was" in done.output

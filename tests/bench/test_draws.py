@@ -1,0 +1,275 @@
+"""capture-graphs finds each fault of a graph that draws, with stand-ins for graphs on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor
+
+from nanovllm.bench import draws, graphs as bench, record
+from nanovllm.bench.graphs import GraphCost, measure, metrics, table
+from nanovllm.cli.commands import capture_graphs
+from nanovllm.config import Config, Speculate, load_config
+from nanovllm.runner.graphs import Captured, DecodeGraphs
+from nanovllm.runner.runner import Runner
+from tests.spec.test_heads import Pair, eagle3, mtp
+from tests.whole_engine import WholeEngine, small_demo
+
+SLOTS, DRAFTS = 6, 3
+METHODS = {
+    "none": None,
+    "ngram": Speculate(method="ngram", tokens=DRAFTS),
+    "synthetic": Speculate(method="synthetic", tokens=DRAFTS, accept=[0.8, 0.6, 0.3]),
+    "draft_model": Speculate(method="draft_model", tokens=DRAFTS),
+}
+HEADS: dict[str, tuple[Callable[[Path, str], Pair], str]] = {
+    "eagle3": (eagle3, "qwen3"),
+    "mtp": (mtp, "glm4_moe_lite"),  # latent attention
+    "mtp of a hybrid": (mtp, "qwen3_next"),  # with recurrent states
+}
+MODELS = ("draft_model", *HEADS)
+DRAFTING = ("ngram", "synthetic", *MODELS)
+
+
+def tensors_of(made: object) -> Iterator[Tensor]:
+    if isinstance(made, Tensor):
+        yield made
+    elif is_dataclass(made):
+        for field in fields(made):
+            yield from tensors_of(getattr(made, field.name))
+    elif isinstance(made, tuple):
+        for part in made:
+            yield from tensors_of(part)
+
+
+@dataclass
+class Again:
+    """Stand-in for a CUDA graph: a replay runs the function again, into its first results."""
+
+    run: Callable[[], Any]
+    fault: Callable[[Any], object]  # takes the results, after each replay
+
+    def __post_init__(self) -> None:
+        self.output = self.run()
+
+    def replay(self) -> None:
+        for old, new in zip(tensors_of(self.output), tensors_of(self.run()), strict=True):
+            old.copy_(new)
+        self.fault(self.output)
+
+
+@torch.inference_mode()
+def capture(
+    graphs: DecodeGraphs,
+    sizes: list[tuple[int, int]],
+    max_tokens: int,
+    fault: Callable[[Any], object] = lambda made: None,
+) -> None:
+    """Capture stand-ins whose replays end with a fault."""
+    for size in sizes:
+        again = Again(partial(graphs.run, graphs.builder.padded(*size, max_tokens)), fault)
+        graphs.captured[size] = Captured(again, again.output, 0.25, 3 << 20)
+
+
+def captured(
+    runner: Runner,
+    faults: Mapping[str, Callable[[Any], object]] = MappingProxyType({}),
+    tokens: Sequence[int] = (5, 12),
+) -> Runner:
+    """Return the runner with stand-ins for graphs of up to `tokens`. `faults` are by name."""
+    runner.builder.static_counts_R.zero_()
+    sizes = [(min(SLOTS, num), 1) for num in tokens]
+    if runner.num_drafts:
+        sizes += [(num, 1 + DRAFTS) for num in tokens]
+    graphs = runner.graphs.plain
+    for name, each in {"decode": graphs.decode, **graphs.draws}.items():
+        each.captured.clear()
+        capture(each, sizes, runner.slots.max_tokens, faults.get(name, lambda made: None))
+    return runner
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "ROUNDS", 1)
+    monkeypatch.setattr(bench, "STEPS", 1)
+
+
+@pytest.fixture(scope="module")
+def runners(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Runner]:
+    """Return a function of a method's name. Runners are made once."""
+    made: dict[str, Runner] = {}
+
+    def config(method: str) -> tuple[Config, Speculate | None]:
+        if method in METHODS:
+            return load_config(None, ["device=cpu"]), METHODS[method]
+        make, family = HEADS[method]
+        pair = make(tmp_path_factory.mktemp("head"), family)
+        return pair.config, pair.speculate
+
+    def runner_of(method: str) -> Runner:
+        if method not in made:
+            own, speculate = config(method)
+            made[method] = WholeEngine(
+                own, speculate=speculate, slots=SLOTS, page_tokens=8, pages=100, max_tokens=96
+            ).runner
+        return captured(made[method])
+
+    return runner_of
+
+
+def draws_of(runner: Runner) -> list[GraphCost]:
+    return [graph for graph in measure(runner, range(1, 7)) if graph.differences is not None]
+
+
+@pytest.mark.parametrize("method", [*METHODS, *HEADS])
+def test_faithful_draws_have_no_differences(runners: Callable[[str], Runner], method: str) -> None:
+    runner = runners(method)
+    before = runner.slots.prompt_lengths_N.clone()
+    found = draws_of(runner)
+    names = ["draw", "draw without drafts"] if method in MODELS else ["draw"]
+    widths = ["", f" of {1 + DRAFTS}"] if method in DRAFTING else [""]
+    modes = [f"FULL/{name}{width}" for name in names for width in widths for _ in range(2)]
+    assert sorted(graph.mode for graph in found) == sorted(modes)
+    assert [graph.rows for graph in found[:2]] == [5, SLOTS]
+    assert all(graph.differences == 0 and graph.is_right for graph in found)
+    assert all(graph.replay_ms > 0 and graph.eager_ms > 0 for graph in found)
+    assert (found[0].capture_ms, found[0].memory_mib) == (250.0, 3.0)
+    assert torch.equal(runner.slots.prompt_lengths_N, before)
+
+
+@pytest.mark.parametrize("method", DRAFTING)
+def test_rows_accept_and_reject_and_find_drafts_and_do_not(
+    runners: Callable[[str], Runner], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise equal drafts would mean little."""
+    compared, results = [], draws.results
+    monkeypatch.setattr(
+        draws, "results", lambda *given: compared.append(results(*given)) or compared[-1]
+    )
+    draws_of(runners(method))
+    wide = [found for found in compared if found[0].shape[1] == 1 + DRAFTS]
+    new_R = torch.cat([(tokens_RW >= 0).sum(1) for tokens_RW, *_ in wide])
+    assert len(wide) >= 4
+    if method != "synthetic":  # accepts by chance
+        each = [(tokens_RW >= 0).sum(1).tolist() for tokens_RW, *_ in wide]
+        assert each == [[1, 2], [1, 2], [1, 2, 3, 1, 1], [1, 2, 3, 1, 1]] * (len(wide) // 4)
+    assert {1, 3} <= set(new_R.tolist())
+    drafts_RX = torch.cat([found[3] for found in wide if found[3][:, 0].any()])
+    fed_R = drafts_RX[new_R[: len(drafts_RX)] > 0, 0]
+    assert set(drafts_RX[:, 0].tolist()) <= {0, DRAFTS} and (fed_R == DRAFTS).any()
+    if method == "ngram":  # rows that draw, without a match
+        assert (fed_R == 0).any()
+    assert len(drafts_RX[:, 1:].unique()) >= 6
+
+
+@pytest.mark.parametrize("method", [*METHODS, *HEADS])
+def test_each_fault_of_a_draw_is_found(runners: Callable[[str], Runner], method: str) -> None:
+    """A draw loses a result, or all of them."""
+    runner = runners(method)
+    slots = runner.slots
+    lengths_N, tokens_NL = torch.zeros_like(slots.lengths_N), torch.zeros_like(slots.tokens_NL)
+
+    def found(fault: Callable[[Any], object], name: str = "draw") -> set[bool]:
+        costs = draws_of(captured(runner, {name: fault}, [12]))
+        others = [
+            cost for cost in costs if not cost.mode.removesuffix(" of 4").endswith(f"/{name}")
+        ]
+        assert all(cost.is_right for cost in others)
+        return {cost.is_right for cost in costs if cost not in others}
+
+    assert found(lambda made: None) == {True}
+    assert found(lambda made: made.tokens_RW.fill_(3)) == {False}
+    assert found(lambda made: slots.lengths_N.copy_(lengths_N)) == {False}
+    assert found(lambda made: slots.tokens_NL.copy_(tokens_NL)) == {False}
+    if method in DRAFTING:
+        assert found(lambda made: made.drafts_RX[:, -1].fill_(7)) == {False}
+    if method in MODELS:
+        last = runner.caches.by_layer[max(runner.caches.by_layer)]
+        for pages in (last.k_PSGA, last.v_PSGA):
+            for name in runner.graphs.plain.draws:
+                is_right = not pages.numel()  # latents have no values
+                assert found(lambda made, pages=pages: pages.zero_(), name) == {is_right}
+
+
+def test_a_draw_that_reads_other_rows_or_does_nothing_is_found(
+    runners: Callable[[str], Runner],
+) -> None:
+    runner = runners("draft_model")
+    plain = runner.graphs.plain
+    run = plain.draw.run
+    plain.draw.run = lambda rows: run(replace(rows, slots_R=rows.slots_R.flip(0)))
+    captured(runner)
+    plain.draw.run = run  # of the eager draw
+    flipped = draws_of(runner)
+    assert [graph.is_right for graph in flipped] == ["without" in g.mode for g in flipped]
+    captured(runner)
+    for one in plain.draw_without_drafts.captured.values():
+        one.graph.replay = lambda: None
+    idle = draws_of(runner)
+    assert [graph.is_right for graph in idle] == ["without" not in g.mode for g in idle]
+
+
+def test_a_draw_that_leaves_former_keys_is_found(runners: Callable[[str], Runner]) -> None:
+    """The eager draw before has left right ones in the same places."""
+    runner = captured(runners("eagle3"), tokens=[12])
+    keys = runner.caches.by_layer[max(runner.caches.by_layer)].k_PSGA
+
+    def forgetting(replay: Callable[[], None]) -> None:
+        before = keys.clone()
+        replay()
+        keys.copy_(before)
+
+    for one in runner.graphs.plain.draw.captured.values():
+        one.graph.replay = partial(forgetting, one.graph.replay)
+    found = draws_of(runner)
+    assert [graph.is_right for graph in found] == ["without" in graph.mode for graph in found]
+
+
+def test_the_command_fails_if_a_draw_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = small_demo(SLOTS, f"speculate={{method: ngram, tokens: {DRAFTS}}}")
+    monkeypatch.setattr("nanovllm.runner.graphs.obstacles", lambda recipe: [])
+    monkeypatch.setattr("nanovllm.runner.build.build", lambda config: built)
+    path = tmp_path / "graphs.json"
+    given = ["--device", "cpu", "--load", "1-6", "--json", str(path)]
+    captured(built.runner)
+    done = CliRunner().invoke(capture_graphs, given)
+    assert done.exit_code == 0, done.exception
+    lines = [line.split() for line in done.output.splitlines() if "FULL/draw" in line]
+    assert [line[0] for line in lines] == ["FULL/draw"] * 4 and "FAIL" not in done.output
+    values = record.read(path).metrics
+    assert values["FULL/draw of 4 12: differences"] == 0 and values["graphs"] == 8
+    assert "FULL/draw of 4 12: max_logit_difference" not in values
+    captured(built.runner, {"draw": lambda made: made.drafts_RX.fill_(9)})
+    done = CliRunner().invoke(capture_graphs, given)
+    assert done.exit_code == 1
+    assert "FAIL: the results of a graph differ from those of the eager step" in done.output
+    failed = [line.split() for line in done.output.splitlines() if line.endswith("FAIL")]
+    assert [line[0] for line in failed] == ["FULL/draw"] * 4
+    assert record.read(path).metrics["FULL/draw of 4 12: differences"] > 12
+
+
+def test_a_draw_in_the_table_and_its_record() -> None:
+    """A forward pass has no number of differences, and a draw has one."""
+    times = dict(rows=8, capture_ms=200.0, memory_mib=3.0, replay_ms=1.0, eager_ms=4.0)
+    graphs = [
+        GraphCost(mode="FULL/decode", max_logit_difference=0.25, largest_logit=8.0, **times),
+        GraphCost(mode="FULL/draw", differences=2, **times),
+    ]
+    assert [graph.is_right for graph in graphs] == [True, False]
+    head, forward, draw, _ = map(str.split, table(graphs).splitlines())
+    at = head.index("differences")
+    assert draw[at] == "2" and draw[-1] == "FAIL" and len(draw) == len(forward) + 2
+    found = metrics(graphs)
+    assert found["FULL/decode 8: max_logit_difference"] == 0.25
+    assert found["FULL/draw 8: differences"] == 2.0
+    assert found["FULL/draw 8: eager_ms"] == 4.0 and "FULL/decode 8: differences" not in found
