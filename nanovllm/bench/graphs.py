@@ -33,6 +33,7 @@ from nanovllm.runner.runner import Forwarded, Runner
 CONTEXT = 1024  # longest synthetic request, if the cache can hold one per slot
 ROUNDS, STEPS = 3, 10  # a time is the median of ROUNDS means of STEPS steps
 MOST_DECODES = 64  # maximum decode rows next to prompt chunks
+FINITE_BYTES = 0x30, 0x40  # any such bytes are finite as fp8, bfloat16 and float32
 MOST_OFF = 0.05  # tolerance relative to the largest logit; bfloat16 rounding is far less
 
 
@@ -92,7 +93,11 @@ def occupy(runner: Runner, seed: int = 0) -> None:
     # Page 0 is for padding.
     slots.pages_NM[:filled, :each] = torch.arange(1, filled * each + 1).view(filled, each)
     for pages_LPSGA in runner.caches.tensors:
-        pages_LPSGA[:, 1 : filled * each + 1].normal_(generator=random)
+        made_up = pages_LPSGA[:, 1 : filled * each + 1]
+        if made_up.dtype == torch.uint8:  # an fp8 cache
+            made_up.random_(*FINITE_BYTES, generator=random)
+        else:
+            made_up.normal_(generator=random)
     slots_F = torch.arange(filled, device=runner.device)
     runner.builder.static_slots_R[:filled] = slots_F
     runner.sampler.seeds_N[:filled] = slots_F

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from torch import Tensor
 
 from nanovllm.bench import draws, graphs as bench, record
-from nanovllm.bench.graphs import GraphCost, measure, metrics, table
+from nanovllm.bench.graphs import GraphCost, measure, metrics, occupy, table
 from nanovllm.cli.commands import capture_graphs
 from nanovllm.config import Config, Speculate, load_config
 from nanovllm.runner.graphs import Captured, DecodeGraphs
@@ -273,3 +273,15 @@ def test_a_draw_in_the_table_and_its_record() -> None:
     assert found["FULL/decode 8: max_logit_difference"] == 0.25
     assert found["FULL/draw 8: differences"] == 2.0
     assert found["FULL/draw 8: eager_ms"] == 4.0 and "FULL/decode 8: differences" not in found
+
+
+def test_an_fp8_cache_is_filled_with_finite_numbers() -> None:
+    runner = captured(small_demo(SLOTS, "cache.dtype=fp8").runner)
+    occupy(runner)
+    keys = runner.caches.by_layer[0].k_PSGA[1:49].float()
+    assert 0.5 <= keys.min() < 0.6 and 1.8 < keys.max() <= 1.875
+    found = list(measure(runner, range(1, 7)))
+    assert len(found) == 4 and all(graph.is_right for graph in found)
+    for dtype in (torch.bfloat16, torch.float32):
+        words = torch.arange(0x30, 0x40, dtype=torch.uint8).repeat(4, 1).T.contiguous().view(dtype)
+        assert words.isfinite().all() and words.min() > 0 and words.max() < 1
