@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
@@ -104,13 +105,19 @@ def check(speculate: Speculate, engine: str) -> None:
             raise ConfigError(f"speculate.{name} is {value}; {text}")
     check_model(speculate)
     is_model = speculate.method in MODELS
-    is_falling = all(a >= b for a, b in pairwise([1, *accept, 0]))
     if accept and not (is_synthetic or is_model):
         text = "is for synthetic drafts; drop it, or write speculate.method: synthetic"
         raise ConfigError(f"speculate.accept {text}")
-    if (accept or is_synthetic) and (len(accept) != tokens or not is_falling):
-        text = f"{tokens} numbers (speculate.tokens) between 0 and 1, each at most the previous one"
-        raise ConfigError(f"speculate.accept is {accept}; it must be {text}")
+    if (accept or is_synthetic) and (problem := rates_problem(accept, tokens)):
+        raise ConfigError(f"speculate.accept is {accept}; {problem}")
+
+
+def rates_problem(accept: Sequence[float], tokens: int) -> str:
+    """Return the reason why these are not the rates of `tokens` drafts, or ""."""
+    if len(accept) == tokens and all(a >= b for a, b in pairwise([1, *accept, 0])):
+        return ""
+    text = f"{tokens} numbers (speculate.tokens) between 0 and 1, each at most the previous one"
+    return f"it must be {text}"
 
 
 def check_model(speculate: Speculate) -> None:

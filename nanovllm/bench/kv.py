@@ -32,7 +32,7 @@ from nanovllm.bench.plan import (
     plan_of,
 )  # fmt: skip
 from nanovllm.bench.sweep import COLOURS, new_figure, save
-from nanovllm.config import Config, ConfigError
+from nanovllm.config import Config, ConfigError, Recipe
 from nanovllm.kv.costs import break_even
 from nanovllm.kv.disk.format import file_bytes
 from nanovllm.kv.split import host_page_bytes
@@ -43,6 +43,7 @@ from nanovllm.runner.build import largest_steps, load, run_padding, with_caches
 from nanovllm.runner.resolved import GIB, resolve_config
 from nanovllm.runner.room import need_of, remedy
 from nanovllm.server.ranges import MAX_TOP_LOGPROBS
+from nanovllm.speculate import rates_problem
 
 USUAL_LENGTHS = 500, 2000
 ROWS = 1, 64, 256  # sizes of steps whose lower bounds of time are shown
@@ -78,12 +79,18 @@ class Profile:
 
 
 def profile(
-    config: Config, name: str | None, ranks: Sequence[int], lengths: tuple[int, ...]
+    config: Config,
+    name: str | None,
+    ranks: Sequence[int],
+    lengths: tuple[int, ...],
+    accept: Sequence[float] = (),
 ) -> Profile:
     """Return a plan for each number of ranks, also measured if this machine has the GPU.
 
-    Raise ConfigError for lengths beyond the context, or for an invalid recipe.
+    `accept` replaces speculate.accept in times per token. Raise ConfigError for lengths beyond the
+    context, for rates that do not fit the drafts, or for an invalid recipe.
     """
+    accept = rates_of(config.recipe, accept)
     gpu_here = None
     if torch.cuda.is_available() and config.recipe.device != "cpu":
         total = torch.cuda.get_device_properties(0).total_memory / GIB
@@ -124,7 +131,7 @@ def profile(
             lengths=lengths,
         ),
         title=f"{config.recipe.model} on {gpu.facts}",
-        columns={head: numbers(plan, lengths) for head, plan in plans.items()},
+        columns={head: numbers(plan, lengths, accept) for head, plan in plans.items()},
         notes=lines,
         plans=plans,
         pinned=pinned,
@@ -177,8 +184,25 @@ def requests_of(plan: MemoryPlan, length: int) -> int:
     return min(slots, plan.pages // plan.pages_of(length)) * plan.resolved.mesh.lanes
 
 
-def numbers(plan: MemoryPlan, lengths: Sequence[int]) -> dict[str, float]:
-    """Return a plan's numbers by name and unit. Times are lower bounds, for rows that have room."""
+def rates_of(recipe: Recipe, accept: Sequence[float]) -> Sequence[float]:
+    """Return `accept`, or the recipe's rates if it is empty. Raise ConfigError if it is invalid."""
+    speculate = recipe.speculate
+    if speculate is None:
+        if accept:
+            raise ConfigError("--accept: the recipe has no drafts; add --set speculate.method=NAME")
+        return ()
+    if accept and (problem := rates_problem(accept, speculate.tokens)):
+        raise ConfigError(f"--accept is {', '.join(map('{:g}'.format, accept))}; {problem}")
+    return accept or speculate.accept
+
+
+def numbers(
+    plan: MemoryPlan, lengths: Sequence[int], accept: Sequence[float] = ()
+) -> dict[str, float]:
+    """Return a plan's numbers by name and unit. Times are lower bounds, for rows that have room.
+
+    `accept` is as in the recipe's section `speculate`; empty if it is unknown.
+    """
     row = {f"{name}, GiB": num / GIB for name, num in plan.used.items() if num}
     row["room for the cache, GiB"] = plan.room / GIB
     for group in plan.resolved.layout.paged:
@@ -191,6 +215,8 @@ def numbers(plan: MemoryPlan, lengths: Sequence[int]) -> dict[str, float]:
     if plan.adapters.host_bytes:
         row["all adapters in the host's memory, GiB"] = ranks * plan.adapters.host_bytes / GIB
     row |= numbers_below(plan, max(lengths))
+    if accept:
+        row["tokens of a request in a step"] = 1 + sum(accept)
     for length in lengths:
         fitting = requests_of(plan, length)
         row[f"requests of {length:,}"] = fitting
@@ -198,7 +224,26 @@ def numbers(plan: MemoryPlan, lengths: Sequence[int]) -> dict[str, float]:
             for rows in ROWS if plan.gpu.gb_per_s else ():
                 time = least(rows, length) if rows <= fitting else float("nan")
                 row[f"{name} {rows} x {length:,}, ms"] = 1e3 * time
+        for rows in ROWS if plan.gpu.gb_per_s and plan.recipe.num_drafts else ():
+            if rows <= fitting:
+                row |= drafted_numbers(plan, rows, length, accept)
     return {name: float(value) for name, value in row.items()}
+
+
+def drafted_numbers(
+    plan: MemoryPlan, rows: int, length: int, accept: Sequence[float]
+) -> dict[str, float]:
+    """Return the least time of a decode step with all drafts, and per token of a request.
+
+    Without rates, return the number of accepted drafts in a step from which drafts save time.
+    """
+    drafted_s, name = plan.drafted_s(rows, length), f"{rows} x {length:,}"
+    row = {f"decode with {plan.recipe.num_drafts} drafts {name}, ms": 1e3 * drafted_s}
+    if accept:
+        token_s = drafted_s / (1 + sum(accept))
+        return row | {f"a token with {plan.recipe.num_drafts} drafts {name}, ms": 1e3 * token_s}
+    pays = drafted_s / plan.decode_s(rows, length) - 1
+    return row | {f"drafts pay from, accepted a step {name}": pays}
 
 
 def numbers_below(plan: MemoryPlan, length: int) -> dict[str, float]:

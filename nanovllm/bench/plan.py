@@ -6,10 +6,11 @@ no GPU is needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
+from typing import Any, cast
 
 import torch
 from msgspec.structs import replace
@@ -18,16 +19,18 @@ from torch import nn
 from nanovllm.bench.gpus import CPU, Gpu
 from nanovllm.config import Config, ConfigError, Kernels, Recipe, Schedule
 from nanovllm.engine.paper import resolve
+from nanovllm.kv.layout import CacheLayout
 from nanovllm.kv.split import Split, decode_bytes, num_paged, room_for_pages, running_bytes
 from nanovllm.layers.experts.products import weight_traffic
 from nanovllm.models.config import read_model_config
-from nanovllm.models.decoder import Decoder
+from nanovllm.models.decoder import Decoder, DecoderConfig
 from nanovllm.parallel.mesh import Mesh, first_rank
 from nanovllm.runner.adapters import adapter_memory
 from nanovllm.runner.host_memory import NO_ADAPTERS, AdapterMemory
 from nanovllm.runner.resolved import GIB, Resolved, resolve_config
 from nanovllm.runner.room import need_of, step_bytes
 from nanovllm.schedule import given_or, resolve_schedule
+from nanovllm.spec.model_base import DraftModel
 
 WEIGHTS, STEP, OTHERS, GRAPHS = "weights", "full step", "CUDA and others", "graphs"
 STATES, LOGPROBS, ADAPTERS = "running states", "log-probabilities", "adapters"
@@ -52,6 +55,7 @@ class MemoryPlan:
     spare: int  # bytes in addition, which only log-probabilities may use
     used: dict[str, int]  # bytes of everything but the cache, by name
     adapters: AdapterMemory
+    draft_model: DraftModel | None = None  # on the meta device
 
     @property
     def room(self) -> int:
@@ -101,14 +105,61 @@ class MemoryPlan:
 
     # -- lower bounds of times ------------------------------------------------------------------
 
-    def decode_s(self, rows: int, length: int) -> float:
-        """Return a lower bound of the time of a step with `rows` decode rows of a length."""
-        num_bytes, layers = weight_traffic(self.model.layers, rows, self.resolved.mesh.lanes)
-        head, own = self.model.head.weight, -(-rows // self.resolved.mesh.lanes)
-        products = self._least(num_bytes + head.nbytes, 2 * (layers * rows + head.numel() * own))
-        cached = decode_bytes(self.resolved.own_layout, length)
-        flops = length * self._flops(decodes=True)
-        return products + own * self._least(cached, flops)
+    def decode_s(self, rows: int, length: int, fed: int = 1) -> float:
+        """Return a lower bound of the time of a step with `rows` decode rows of a length.
+
+        Each row feeds `fed` tokens: its latest one and drafts.
+        """
+        resolved, own = self.resolved, self._own(rows)
+        products = self._products_s([self.model.layers], rows * fed, self.model.head, fed * own)
+        cached = decode_bytes(resolved.own_layout, length)
+        attended = self._flops(resolved.own_layout, resolved.model_config, resolved.mesh)
+        return products + own * self._least(cached, fed * length * attended)
+
+    def drafted_s(self, rows: int, length: int) -> float:
+        """Return a lower bound of the time of a decode step that feeds and proposes all drafts.
+
+        A draft model runs over the tokens of the step for the first draft, and over one token of
+        each row for each further draft. Only rows with logits read its output head.
+        """
+        drafts, own = self.recipe.num_drafts, self._own(rows)
+        step_s = self.decode_s(rows, length, fed=1 + drafts)
+        model, source = self.draft_model, self.resolved.drafts
+        if model is None or source is None:
+            return step_s
+        loader = source.loader
+        cached = decode_bytes(loader.layout, length)
+        attended = self._flops(loader.layout, loader.model_config, loader.mesh)
+        step_s += self._products_s(model.read_by_given, rows * (1 + drafts))
+        first = 1 + drafts + 1 - model.lag
+        for tokens in (first, *[1] * (drafts - 1)):
+            step_s += self._products_s(model.read_by_pass, rows * tokens, model.output, own)
+            step_s += own * self._least(cached, tokens * length * attended)
+        return step_s
+
+    def _products_s(
+        self,
+        modules: Iterable[nn.Module],
+        num_tokens: int,
+        head: Any = None,  # noqa: ANN401
+        num_logits: int = 0,
+    ) -> float:
+        """Return a lower bound of the time of products: of all tokens, and of an output head.
+
+        `num_tokens` are those of all lanes, `num_logits` the rows of logits of this rank.
+        """
+        num_bytes = flops = 0.0
+        for module in modules:
+            read, multiplied = weight_traffic(module, num_tokens, self.resolved.mesh.lanes)
+            num_bytes, flops = num_bytes + read, flops + 2 * multiplied * num_tokens
+        if head is not None:
+            num_bytes += sum(x.nbytes for x in (*head.parameters(), *head.buffers()))
+            flops += 2 * head.weight.numel() * num_logits
+        return self._least(num_bytes, flops)
+
+    def _own(self, rows: int) -> int:
+        """Return the rows of the lane that has most of them."""
+        return -(-rows // self.resolved.mesh.lanes)
 
     def prefill_s(self, rows: int, length: int) -> float:
         """Return a lower bound of the time of `rows` prompts of a length.
@@ -119,15 +170,20 @@ class MemoryPlan:
             self.model.layers, rows * length, self.resolved.mesh.lanes
         )
         head, own = self.model.head.weight, -(-rows // self.resolved.mesh.lanes)
-        each = 2 * head.numel() + self._flops(decodes=False) * length**2 / 2
+        attended = self._flops(
+            self.resolved.own_layout, self.resolved.model_config, self.resolved.mesh, decodes=False
+        )
+        each = 2 * head.numel() + attended * length**2 / 2
         flops = rows * 2 * layers * length + own * each
         return self._least(num_bytes + head.nbytes, flops)
 
-    def _flops(self, *, decodes: bool) -> int:
+    @staticmethod
+    def _flops(
+        layout: CacheLayout, config: DecoderConfig, mesh: Mesh, *, decodes: bool = True
+    ) -> int:
         """Return the FLOP per query and attended token, over all layers and one rank's heads."""
-        config, resolved = self.resolved.model_config, self.resolved
-        heads = config.num_attention_heads // resolved.mesh.tp_size
-        return 2 * num_paged(resolved.own_layout) * heads * config.key_value_size(decodes=decodes)
+        heads = config.num_attention_heads // mesh.tp_size
+        return 2 * num_paged(layout) * heads * config.key_value_size(decodes=decodes)
 
     def _least(self, num_bytes: float, flops: float) -> float:
         return max(num_bytes / self.gpu.gb_per_s / 1e9, flops / self.gpu.tflops / 1e12)
@@ -172,6 +228,7 @@ def plan_of(config: Config, gpu: Gpu, size: int, models: Models | None = None) -
         spare=total - share,
         used=used,
         adapters=adapters,
+        draft_model=cast("DraftModel", empty[1][1]) if len(empty[1]) > 1 else None,
     )
 
 

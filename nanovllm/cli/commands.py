@@ -131,6 +131,13 @@ def numbers(flag: str, text: str) -> tuple[int, ...]:
     return values
 
 
+def rates(flag: str, text: str) -> tuple[float, ...]:
+    """Return the numbers in `0.8,0.55`. Raise ConfigError with the flag otherwise."""
+    if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?(, ?\d{1,9}(\.\d{1,9})?)*", text):
+        raise ConfigError(f"{flag} {text}: write a number for each draft, as in 0.8,0.55,0.3")
+    return tuple(map(float, text.split(",")))
+
+
 def write_record(path: Path | None, began: datetime, **fields: Any) -> None:  # noqa: ANN401
     """Write a record of a measurement from `began` until now; do nothing without a path."""
     if path is not None:
@@ -223,6 +230,12 @@ TP_LIST = option(
     group="Plan",
     help="Count the requests of these lengths that fit. Prompt and output are added.",
 )
+@option(
+    "--accept",
+    metavar="0.8,0.55,0.3",
+    group="Plan",
+    help="Acceptance rates of drafts, for times per token (by default, speculate.accept).",
+)
 @option("--plot", type=FILE, group="Plan", help="Draw what fills the memory.")
 @json_option
 def profile_kv(path: Path | None, plot: Path | None, **given: Any) -> None:  # noqa: ANN401
@@ -234,11 +247,14 @@ def profile_kv(path: Path | None, plot: Path | None, **given: Any) -> None:  # n
     from nanovllm.bench import kv
 
     gpu, lengths, ranks = given.pop("gpu"), given.pop("lengths"), given.pop("tp")
+    accept = given.pop("accept")
     ranks = numbers("--tp", ranks) if ranks is not None else ()
     given |= {"load_format": "dummy", "tp": max(ranks, default=None)}
     config, began = config_of(**given), datetime.now(UTC)
     each = numbers("--lengths", lengths) if lengths is not None else ()
-    profile = kv.profile(config, gpu, ranks or (num_ranks(config.recipe.parallel),), each)
+    accepted = rates("--accept", accept) if accept is not None else ()
+    ranks = ranks or (num_ranks(config.recipe.parallel),)
+    profile = kv.profile(config, gpu, ranks, lengths=each, accept=accepted)
     click.echo(profile.text)
     if plot is not None and profile.plans:
         kv.draw(plot, profile)

@@ -163,6 +163,14 @@ class Eagle3Head(DraftHead):
     def embedding(self) -> VocabEmbedding:
         return super().embedding if self.embed is None else self.embed
 
+    @property
+    def output(self) -> nn.Module:
+        return super().output if self.head is None else self.head
+
+    @property
+    def read_by_given(self) -> Sequence[nn.Module]:
+        return (self.fc,)
+
     def given(self, hidden_TD: Tensor, taps: Sequence[Tensor]) -> Tensor:
         """Return the head's states of all tokens: fc of the target's taps side by side."""
         normed = [

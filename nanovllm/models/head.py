@@ -48,6 +48,18 @@ class DraftHead(Layer):
     def embedding(self) -> VocabEmbedding:
         return self._shared[0]
 
+    @property
+    def output(self) -> nn.Module:
+        return self._shared[1] if self.head_copy is None else self.head_copy
+
+    @property
+    def read_by_pass(self) -> Sequence[nn.Module]:
+        return (self.layers,)
+
+    @property
+    def read_by_given(self) -> Sequence[nn.Module]:
+        return ()
+
     def bind_caches(self, caches: Mapping[int, Any]) -> None:
         """Set the cache of each layer of the head. It may replace an earlier one."""
         for layer, cache in caches.items():

@@ -64,6 +64,10 @@ class MtpHead(DraftHead):
         self.layers = nn.ModuleList(layers)
         self._table = (target.cos_sin_LA,)
 
+    @property
+    def read_by_pass(self) -> Sequence[nn.Module]:
+        return self.proj, self.layers
+
     def given(self, hidden_TD: Tensor, taps: Sequence[Tensor]) -> Tensor:
         """Return the target's hidden states, after its final norm."""
         return hidden_TD

@@ -6,7 +6,7 @@ from it. The ranks draw together, each from its span of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,6 +42,19 @@ class WholeModel(Layer):
     @property
     def layers(self) -> nn.ModuleList:
         return self.decoder.layers
+
+    @property
+    def output(self) -> nn.Module:
+        head: nn.Module = self.decoder.head
+        return head
+
+    @property
+    def read_by_pass(self) -> Sequence[nn.Module]:
+        return (self.layers,)
+
+    @property
+    def read_by_given(self) -> Sequence[nn.Module]:
+        return ()
 
     def bind_caches(self, caches: Mapping[int, Any]) -> None:
         self.decoder.bind_caches(caches)
@@ -84,7 +97,8 @@ class DraftModelLoader:
             )
         check_tokenizer(folder, Path(config.tokenizer_dir))
         self.span = span_of_vocabulary(mesh, vocab_size)
-        self.layout = self.family.cache_layout(self.model_config, Mesh(), element_bytes)
+        self.mesh = Mesh()
+        self.layout = self.family.cache_layout(self.model_config, self.mesh, element_bytes)
         if self.layout.state is not None:
             raise ConfigError(
                 f"{KEY}: {folder} has recurrent layers, which a draft model cannot have; give a "
@@ -92,7 +106,7 @@ class DraftModelLoader:
             )
 
     def empty(self, target: Decoder, ops: Ops, max_tokens: int, *, fp8: bool = False) -> WholeModel:
-        return WholeModel(self.family(self.model_config, Mesh(), ops, max_tokens), self.span)
+        return WholeModel(self.family(self.model_config, self.mesh, ops, max_tokens), self.span)
 
     def filler(self, model: WholeModel) -> Callable[[], None]:
         return filler(model.decoder, self.config)

@@ -50,6 +50,7 @@ class Eagle3Loader:
         except ConfigError as error:
             raise ConfigError(f"{self.spec.path}: {error}") from None
         self.fp8_shape = self.spec.config.hidden_size, len(self.spec.taps) * target.hidden_size
+        self.model_config = self.spec.config
         self.layout = Decoder.cache_layout(self.spec.config, mesh, element_bytes)
 
     def empty(self, target: Decoder, ops: Ops, max_tokens: int, *, fp8: bool = False) -> Eagle3Head:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.attention.base import ForwardContext
 from nanovllm.config import Config
@@ -42,6 +42,21 @@ class DraftModel(Protocol):
     # number of layers. Empty: no tap.
     taps: Sequence[int]
     takes_hidden: bool  # whether `given` takes the target's hidden states, or `taps`, of all tokens
+
+    @property
+    def output(self) -> nn.Module:
+        """The output head that `logits` reads, which may be the target's or a copy of it."""
+        ...
+
+    @property
+    def read_by_pass(self) -> Sequence[nn.Module]:
+        """The other modules with products of a pass."""
+        ...
+
+    @property
+    def read_by_given(self) -> Sequence[nn.Module]:
+        """The modules with products of `given`."""
+        ...
 
     def bind_caches(self, caches: Mapping[int, Any]) -> None:
         """Set the cache of each own layer, numbered from 0 as in DraftLoader.layout."""
@@ -84,6 +99,8 @@ class DraftLoader(Protocol):
     """
 
     layout: CacheLayout  # of this rank's own layers, numbered from 0
+    model_config: DecoderConfig  # of these layers
+    mesh: Mesh  # over which they are cut
     # Shape of a weight of this rank that speculate.dtype applies to: [outputs, inputs]. None: there
     # is no such weight.
     fp8_shape: tuple[int, int] | None

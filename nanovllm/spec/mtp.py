@@ -32,6 +32,7 @@ class MtpLoader:
     ) -> None:
         self.config, self.mesh = config, mesh
         self.spec = mtp_of(config, target)
+        self.model_config = self.spec.config
         family = read_model_config(config)[0]
         group = family.cache_layout(self.spec.config, mesh, element_bytes).paged[0]
         self.layout = CacheLayout((replace_struct(group, layers=(0,)),))
