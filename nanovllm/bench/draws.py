@@ -66,7 +66,7 @@ def size_of(rows: StepRows) -> tuple[int, int]:
 def copy_ends(runner: Runner, rows: StepRows, eager: Callable[[], object]) -> None:
     """Copy the end of each text but every fourth to its start, as it will be after the draw."""
     slots = runner.slots
-    slots_F = rows.slots_R[(rows.slots_R % 4 > 0) & (rows.slots_R != slots.padding)]
+    slots_F = rows.slots_R[(rows.slots_R % 4 < 3) & (rows.slots_R != slots.padding)]
     size = int(slots.lengths_N[slots_F].min()) // 2 if len(slots_F) else 0
     with restored(slots):
         eager()

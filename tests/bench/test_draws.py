@@ -217,6 +217,18 @@ def test_a_draw_that_reads_other_rows_or_does_nothing_is_found(
     assert [graph.is_right for graph in idle] == ["without" not in g.mode for g in idle]
 
 
+def test_a_graph_of_one_row_finds_drafts_too(
+    runners: Callable[[str], Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared, results = [], draws.results
+    monkeypatch.setattr(
+        draws, "results", lambda *given: compared.append(results(*given)) or compared[-1]
+    )
+    found = draws_of(captured(runners("ngram"), tokens=[1]))
+    assert [graph.rows for graph in found] == [1, 1] and all(graph.is_right for graph in found)
+    assert [drafts_RX[:, 0].tolist() for *_, drafts_RX in compared] == [[DRAFTS]] * 4
+
+
 def test_a_draw_that_leaves_former_keys_is_found(runners: Callable[[str], Runner]) -> None:
     """The eager draw before has left right ones in the same places."""
     runner = captured(runners("eagle3"), tokens=[12])
