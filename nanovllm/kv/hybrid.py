@@ -46,7 +46,7 @@ from nanovllm.kv.layout import CacheLayout
 from nanovllm.kv.memory import Found, Holding, KVMemory, Lent, Texts
 from nanovllm.kv.split import EVERY, Split, host_page_bytes
 from nanovllm.kv.tiered import TieredMemory
-from nanovllm.kv.tiers import MOST_STORING, HostTier
+from nanovllm.kv.tiers import AHEAD, MOST_STORING, HostTier
 from nanovllm.plan import Moved, Moves
 
 LOOKED_AT = 32  # maximum number of waiting requests that are compared
@@ -372,10 +372,12 @@ def memory_of(layout: CacheLayout, cache: Cache, disk: Below | None = None) -> K
     tier: HostTier | None = None
     if host_pages := Split(pages, cache, layout, page_tokens).host_pages:
         page_bytes = host_page_bytes(layout, page_tokens)
+        has_disk = disk is not None and disk.writable is not None
         tier = HostTier(
             host_pages,
             page_bytes=page_bytes,
             costs=TransferCosts(page_s=page_bytes / HOST_RATE, disk_page_s=page_bytes / DISK_RATE),
+            ahead=None if has_disk else max(1, round(host_pages * AHEAD)),
             most_queued=pages,
             below=disk,
             most_storing=max(1, min(MOST_STORING, pages // 8)),

@@ -149,12 +149,17 @@ class KVMemory:
         missing = total - len(prefix.pages)
         for page in held:
             self.pool.hold(page)
-        blank = self._take(missing) if missing + reserve <= self.pool.num_free else None
+        fits = missing + reserve <= self.pool.num_free
+        blank = self._take(missing) if fits and self._may_evict(missing) else None
         if blank is None:
             self._drop(held)
         elif prefix.source:
             self._sources.append(prefix.source)
         return blank
+
+    def _may_evict(self, count: int) -> bool:
+        """Return False if pages that `count` new ones replace should be stored before."""
+        return True
 
     def find(self, keys: PageKeys, *, copies: bool = True) -> Found:
         """Return the longest reusable prefix. With `copies`, also match a partly filled last page,
@@ -317,7 +322,7 @@ class KVMemory:
         They are registered by publish(), since rows of one plan must not read each other's pages.
         """
         holding = self._holdings[request_id]
-        for i in self._newly_full(holding, num_computed):
+        for i in self._newly_full(holding, num_computed, is_issued=False):
             self._expected.setdefault(holding.keys.full(i), holding.pages[i])
         if num_computed == len(holding.keys.tokens) and self._copies_last(holding.keys):
             page = holding.pages[(num_computed - 1) // self.page_tokens]
@@ -329,11 +334,14 @@ class KVMemory:
         Issued plans compute all of these tokens. The call is cheap unless a page has just filled.
         """
         holding = self._holdings[request_id]
-        for i in self._newly_full(holding, num_computed):
+        for i in self._newly_full(holding, num_computed, is_issued=True):
             self._name(holding.keys.full(i), holding.pages[i])
 
-    def _newly_full(self, holding: Holding, num_computed: int) -> range:
-        """Return the indices of pages that have filled since the last call."""
+    def _newly_full(self, holding: Holding, num_computed: int, *, is_issued: bool) -> range:
+        """Return the indices of pages that have filled since the last call.
+
+        `is_issued`: issued plans have filled them, and not the one under construction.
+        """
         first, last = holding.num_named, num_computed // self.page_tokens if self.prefix else 0
         if last > first:
             holding.num_named = last

@@ -3,9 +3,12 @@
 Adds to KVMemory:
 
     1. admit        also finds pages in host memory, and starts their load to blank pages
-    2. taken_moves  starts stores of pages that earlier plans have filled
+    2. taken_moves  starts stores of pages that will be evicted next
     3. moved        ends a transfer: only then pages are registered, and slots can be found
     4. release      puts pages that a load still writes in quarantine: held until it ends
+
+    held --release--> cached --evicted soon--> storing --end--> ready --take: evict--> held
+                         '--------in host memory already----------^
 
 Decision: pages that were registered on the device are used before those in host memory. After the
 first gap on the device, all pages come from host memory. Leaves of a chain are evicted first, so a
@@ -13,6 +16,8 @@ gap is rarely followed by a page on the device.
 """
 
 from __future__ import annotations
+
+from itertools import islice
 
 from nanovllm.kv.keys import Key, PageKeys
 from nanovllm.kv.memory import Found, Holding, KVMemory
@@ -32,6 +37,7 @@ class TieredMemory(KVMemory):
         super().__init__(num_pages, page_tokens, prefix=prefix)
         self.tier = tier or HostTier(0)
         self.has_tiers = self.tier.num_slots > 0
+        self._wanted = 0  # pages to be ready for a request that was refused
         self._checked: set[int] = set()  # requests with tokens whose logits were finite
 
     # -- admission --------------------------------------------------------------------------
@@ -97,13 +103,54 @@ class TieredMemory(KVMemory):
 
     @property
     def has_moves(self) -> bool:
-        return self.tier.has_queued
+        tier = self.tier
+        may_store = len(tier.queue) > 0 and tier.num_storing < tier.most_storing
+        if tier.ahead is not None:
+            may_store = may_store and self._num_missing > 0 and len(self.pool.cached) > 0
+        return tier.has_writes or may_store
+
+    @property
+    def _num_missing(self) -> int:
+        """The number of further pages that should be ready to be evicted."""
+        ahead = min(max(self.tier.ahead or 0, self._wanted), self.pool.num_pages)
+        return ahead - self.pool.num_ready - self.tier.num_storing
+
+    def _may_evict(self, count: int) -> bool:
+        """Return False if a request should wait for stores of the pages that it replaces."""
+        if self.tier.ahead is None or self._make_ready(count - self.pool.num_ready):
+            return True
+        self._wanted = count
+        return False
+
+    def _make_ready(self, count: int) -> bool:
+        """Make the next `count` cached pages ready. Return False at one that can be stored."""
+        for page in list(islice(self.pool.cached, max(count, 0))):
+            keys = self._keys_of[page]
+            if any(key in self.tier.queue for key in keys):
+                return False
+            self.tier.touch(keys)
+            self.pool.make_ready(page)
+        return True
+
+    def _taken_next(self, room: int) -> dict[Key, int]:
+        """Remove and return up to `room` queued pages that are the next to be evicted."""
+        self._make_ready(self._num_missing)
+        queue, pages = self.tier.queue, islice(self.pool.cached, max(self._num_missing, 0))
+        waiting = ((key, page) for page in pages for key in self._keys_of[page])
+        chosen = dict(islice(((k, page) for k, page in waiting if k in queue), room))
+        for key in chosen:
+            queue.remove(key)
+        self._num_releases += self._wanted > 0  # the refused request is tried again
+        self._wanted = 0
+        return chosen
 
     def taken_moves(self) -> Moves | None:
-        chosen = self.tier.taken_candidates()
-        present = {key: page for key, page in chosen.items() if self._page_of.get(key) == page}
-        self.tier.counts["host.dropped"] += len(chosen) - len(present)  # evicted meanwhile
-        for page in self.tier.start_store(present, self._dirty):
+        tier = self.tier
+        room = tier.most_storing - tier.num_storing
+        chosen = {} if tier.ahead is None else self._taken_next(room)
+        queued = tier.taken_candidates(room if tier.ahead is None else 0)
+        chosen |= {key: page for key, page in queued.items() if self._page_of.get(key) == page}
+        for page in tier.start_store(chosen, self._dirty):
             self.pool.hold(page)
         self.tier.start_writes()
         return self.tier.taken_moves()
@@ -116,7 +163,10 @@ class TieredMemory(KVMemory):
         self._num_releases += 1
         if (store := tier.stores.get(moved.ticket)) is not None:
             tier.measured(moved, len(store.pages), is_load=False)
-            self._drop(tier.end_store(moved.ticket, ok=moved.ok))
+            pages = tier.end_store(moved.ticket, ok=moved.ok)
+            self._drop(pages[::-1])
+            for page in pages if tier.ahead is not None else ():
+                self.pool.make_ready(page)
             return -1, moved.ok
         tier.measured(moved, len(tier.loads[moved.ticket].pages), is_load=True)
         load, ok = tier.end_load(moved.ticket, ok=moved.ok, blank=moved.blank)
@@ -159,10 +209,10 @@ class TieredMemory(KVMemory):
 
     # -- registration and departures --------------------------------------------------------
 
-    def _newly_full(self, holding: Holding, num_computed: int) -> range:
-        filled = super()._newly_full(holding, num_computed)
+    def _newly_full(self, holding: Holding, num_computed: int, *, is_issued: bool) -> range:
+        filled = super()._newly_full(holding, num_computed, is_issued=is_issued)
         for i in filled if self.has_tiers else ():
-            self.tier.note(holding.keys.full(i), holding.pages[i], is_issued=False)
+            self.tier.note(holding.keys.full(i), holding.pages[i], is_issued=is_issued)
         return filled
 
     def commit(self, request_id: int, num_computed: int) -> None:
@@ -200,6 +250,11 @@ class TieredMemory(KVMemory):
         if quarantined := self.tier.abandon(request_id):
             holding.pages = [page for page in holding.pages if page not in quarantined]
         super().release(request_id)
+
+    def _forget(self, page: int) -> None:
+        waiting = [self.tier.queue.remove(key) for key in self._keys_of.get(page, ())]
+        self.tier.counts["host.dropped"] += sum(waiting)
+        super()._forget(page)
 
     def _note_checked(self, holding: Holding) -> None:
         """Let a request's pages go to the tier below. All their tokens were checked."""

@@ -3,7 +3,7 @@
 Theory of operation:
 
     1. note     a page has filled and is registered for reuse: queue it for a store
-    2. store    a later plan copies it to a host slot; the page is held until the copy has ended
+    2. store    when it will be evicted soon, copy it to a host slot; it is held until the copy ends
     3. find     only then the slot can be found, by the same key as the page
     4. load     a request that needs the page gets a blank one; a transfer fills it from the slot
     5. end      the page is registered; requests that wait for it (state ARRIVING) go on
@@ -14,10 +14,14 @@ Theory of operation:
 Only keys, pages, slots and tickets are handled here. A transfer is a ticket that is reported ended
 later, with or without success. Other sources of pages can thus use the same path.
 
-Decision: write through. A page is stored soon after it was registered, and not when it is evicted.
-An eviction needs the page at once, so the step would wait for the copy. The copies of new pages
-take a few percent of the bus, and a preempted request finds its pages. The cost is that pages are
-stored which are never evicted.
+Decision: pages are stored shortly before they are evicted (tests/load/tier_rules.py has measured
+this beside other rules: results/tiers.md). `ahead` is the number of the device's pages that are
+blank, or stored and evicted next. A request that needs more of them waits for their stores. Steps
+never wait. Host memory then has pages that the device does not have. If each page were stored once
+it has filled, the two would have the same pages, and an equally large host memory would be useless.
+
+Decision: with a disk, `ahead` is None, and each page is stored once it has filled. Only pages in
+host memory are written to the disk, where a restarted server finds them.
 
 Decision: a load is all or nothing. If it fails, the request computes.
 
@@ -44,6 +48,7 @@ from nanovllm.kv.store_queue import StoreQueue
 from nanovllm.kv.tier_counts import with_zeros
 from nanovllm.plan import Copies, Moved, Moves, Write
 
+AHEAD = 1 / 8  # of the host slots: pages that are stored before they are evicted
 MOST_STORING = 64  # pages in stores that have not ended; they cannot be evicted from the device
 
 
@@ -60,6 +65,7 @@ class HostTier:
         *,
         page_bytes: int = 0,
         costs: TransferCosts | None = None,
+        ahead: int | None = None,
         most_queued: int = 1 << 20,
         most_storing: int = MOST_STORING,
         below: Below | None = None,
@@ -67,6 +73,7 @@ class HostTier:
         self.page_bytes = page_bytes
         self.costs = costs or TransferCosts()
         self.most_storing = most_storing
+        self.ahead = ahead
         self.below = below
         self.forget: Callable[[Key], None] = lambda _: None
         self.loads: dict[int, PageLoad] = {}
@@ -78,7 +85,7 @@ class HostTier:
         self._moves = Moves([], [], [], [])
         self.counts: Counter[str] = Counter()  # the names are those of wire.Stats.tiers
         self._slots = HostSlots(num_slots, self.counts, self._removed)
-        self._queue = StoreQueue(most_queued, self.counts)
+        self.queue = StoreQueue()
         self._writes = PageWrites(most_queued, self.counts)
         self.seconds = {"store": 0.0, "load": 0.0}
 
@@ -184,24 +191,25 @@ class HostTier:
 
     def note(self, key: Key, page: int, *, is_issued: bool) -> None:
         """Queue a registered page for a store; see StoreQueue.note."""
-        if self.num_slots and self._is_needed(key):
-            self._queue.note(key, page, is_issued=is_issued)
+        if self.num_slots and self.is_needed(key):
+            self.queue.note(key, page, is_issued=is_issued)
 
-    def _is_needed(self, key: Key) -> bool:
+    def is_needed(self, key: Key) -> bool:
         return key not in self._slots and key not in self._storing
 
     @property
-    def has_queued(self) -> bool:
-        """Return True if a store or a write may start with the next plan."""
-        may_store = len(self._queue) > 0 and self._room() > 0
-        return may_store or self._writes.has_queued
+    def has_writes(self) -> bool:
+        """Return True if a write may start with the next plan."""
+        return self._writes.has_queued
 
-    def _room(self) -> int:
-        return self.most_storing - sum(len(store.pages) for store in self.stores.values())
+    @property
+    def num_storing(self) -> int:
+        """The number of pages in stores that have not ended."""
+        return sum(len(store.pages) for store in self.stores.values())
 
-    def taken_candidates(self) -> dict[Key, int]:
-        """Remove and return queued pages whose stores may start now."""
-        return self._queue.taken(self._room(), self._is_needed)
+    def taken_candidates(self, most: int) -> dict[Key, int]:
+        """Remove and return up to `most` queued pages whose stores may start now."""
+        return self.queue.taken(most, self.is_needed)
 
     def start_store(self, pages: dict[Key, int], unverified: set[int]) -> list[int]:
         """Start a store of registered pages. Return those that have got a slot.
@@ -327,7 +335,7 @@ class HostTier:
         for slot in own:
             self._slots.end_read(slot)
         for key, slot in load.fetched.items():
-            is_new = self._is_needed(key)
+            is_new = self.is_needed(key)
             if ok and not load.is_void and is_new and slot not in blank:
                 self._slots.keep(key, slot)
             else:
@@ -429,6 +437,7 @@ class HostTier:
 
     def _invalidate(self, key: Key) -> None:
         self.remove_below([key])
+        self.queue.remove(key)
         if (store := self._storing.get(key)) is not None:
             store.void.add(key)
         for load in self.loads.values():
@@ -464,7 +473,7 @@ class HostTier:
             "host.pages": self.num_slots,
             "host.pages_used": self._slots.num_used,
             "host.page_bytes": self.page_bytes,
-            "host.queued": len(self._queue),
+            "host.queued": len(self.queue),
             "host.loading": sum(len(load.pages) for load in self.loads.values()),
             "host.store_s": self.seconds["store"],
             "host.load_s": self.seconds["load"],

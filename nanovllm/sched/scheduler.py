@@ -194,7 +194,7 @@ class Scheduler:
             num_waiting=self.num_waiting,
             num_preemptions=queue.num_preemptions,
             free=pool.num_free,
-            cached=len(pool.cached),
+            cached=pool.num_cached,
             queue=[(r.id, r.came_s, r.was_started) for r in islice(queue.waiting, num_queued)],
             arriving=list(queue.arriving),
         )

@@ -67,8 +67,8 @@ def measured(server: TieredServer, options: argparse.Namespace, nth: int) -> Rou
     before = server.settle()
     for body in bodies:
         asyncio.run(server.ask(body))
-    server.check_stored("host", before, options.prompts * (num_tokens // server.page_tokens))
     server.push_out(server.gpu_pages, num_tokens)
+    server.check_stored("host", before, options.prompts * (num_tokens // server.page_tokens))
     streams = [
         server.body(f"round {nth} stream {i}", options.input_len, options.output_len)
         for i in range(options.streams)

@@ -28,7 +28,7 @@ TIERED, TIERS, LOOP = (
     "nanovllm/kv/tiers.py",
     "nanovllm/engine/loop.py",
 )
-WRITES, QUEUED = "nanovllm/kv/page_writes.py", "nanovllm/kv/store_queue.py"
+WRITES = "nanovllm/kv/page_writes.py"
 SLOTS = "nanovllm/kv/host_slots.py"
 REMOTE, TICKETS = "nanovllm/transfer/remote_pages.py", "nanovllm/transfer/tickets.py"
 HANDOVER = "test_the_text_is_right_whatever_happens_to_the_engines"
@@ -230,11 +230,15 @@ MUTANTS = [
     Mutant("a place for a state stays taken after an aborted load", HYBRID, "                self.states.give_back(load.state_to)\n        if (place", "                pass\n        if (place", "test_a_thousand_aborts_amid_loads_leave_nothing"),
     Mutant("pages of a preempted load are given away", TIERED, "if page not in quarantined]", "if page]", "test_an_arriving_request_is_preempted_and_its_pages_are_not_given_away"),
     Mutant("an arriving request is planned", QUEUE, "                if request.state is State.PREFILLING:\n                    self._feed(request, plan)", "                self._feed(request, plan)", "test_an_arriving_request_is_not_planned_and_delays_no_other"),
-    Mutant("stored before the plan that fills it", TIERED, "holding.pages[i], is_issued=False)", "holding.pages[i], is_issued=True)", "test_an_evicted_prompt_comes_back"),
-    Mutant("stored before the plan that fills it again", QUEUED, " and key not in unfilled:", ":", "test_a_page_with_its_former_text_is_stored_after_it_is_filled"),
+    Mutant("stored before the plan that fills it", TIERED, "holding.pages[i], is_issued=is_issued)", "holding.pages[i], is_issued=True)", "test_an_evicted_prompt_comes_back"),
+    Mutant("pages are evicted without their stores", TIERED, "        self._wanted = count\n        return False\n", "        return True\n", "test_a_request_waits_for_stores_and_steps_do_not"),
+    Mutant("the stores that a request waits for do not start", TIERED, "max(self.tier.ahead or 0, self._wanted)", "self.tier.ahead or 0", "test_a_request_waits_for_stores_and_steps_do_not"),
+    Mutant("stored pages are not the next to be evicted", TIERED, "for page in pages if tier.ahead is not None else ():", "for page in ():", "test_pages_are_stored_when_they_are_evicted_soon"),
+    Mutant("pages are stored sooner than they need to be", TIERED, "may_store = may_store and self._num_missing > 0 and", "may_store = may_store and", "test_pages_are_stored_when_they_are_evicted_soon"),
+    Mutant("a page that waits for its store counts as ready", TIERED, "            if any(key in self.tier.queue for key in keys):\n                return False\n", "", "test_host_memory_has_what_the_device_does_not_have"),
     Mutant("a slot is found before its store has ended", TIERS, "            self._storing[key] = store\n", "            self._storing[key] = store\n            self._slots.keep(key, slot)\n", "test_an_evicted_prompt_comes_back"),
     Mutant("a page is evicted during its store", TIERED, "            self.pool.hold(page)\n", "            pass\n", "test_an_evicted_prompt_comes_back"),
-    Mutant("another page than the named one is stored", TIERED, "if self._page_of.get(key) == page}", "if page}", "test_a_page_that_was_evicted_before_its_store_is_not_stored"),
+    Mutant("another page than the named one is stored", TIERED, "if self._page_of.get(key) == page}", "if page}", "test_of_two_equal_pages_the_registered_one_is_stored"),
     Mutant("loaded from the wrong slot", TIERS, "slots = [fetched[key] if key in fetched else self._slots[key] for key in keys]", "slots = [self._slots[key] for key in reversed(keys)]", "test_an_evicted_prompt_comes_back"),
     Mutant("loaded to the wrong pages", TIERED, "pages = holding.pages[len(own) : len(own) + len(loads)]", "pages = holding.pages[-len(loads) :]", "test_an_evicted_prompt_comes_back"),
     Mutant("a slot is evicted while a load reads it", SLOTS, "            if slot not in self._readers:\n                self.remove", "            if True:\n                self.remove", "test_a_slot_is_not_replaced_while_a_load_reads_it"),

@@ -40,6 +40,7 @@ def small_caches(rng: Random) -> dict[str, Any]:
         most_polls=rng.choice([0, 1, 4, 20]),
         fail_every=rng.choice([0, 0, 1, 3]),
         transfers=rng.randint(0, 1000),
+        ahead=rng.choice([None, 1, 3, 20]),
     )
 
 

@@ -93,7 +93,7 @@ def may_have_read_nan(request_id: int, asked: list[Asked], engine: PaperEngine) 
     )
 
 
-@given(st.lists(st.sampled_from(["take", "hold", "drop"]), max_size=60), st.data())
+@given(st.lists(st.sampled_from(["take", "hold", "drop", "make_ready"]), max_size=60), st.data())
 def test_every_page_is_in_exactly_one_place(actions, data) -> None:
     forgotten: list[int] = []
     pool = PagePool(6, forgotten.append)
@@ -101,6 +101,8 @@ def test_every_page_is_in_exactly_one_place(actions, data) -> None:
     for action in actions:
         if action == "take":
             held += pool.take(data.draw(st.integers(0, 3))) or []
+        elif action == "make_ready":
+            pool.make_ready(data.draw(st.integers(1, 6)))
         elif held:
             page = data.draw(st.sampled_from(held))
             if action == "hold":

@@ -28,6 +28,7 @@ class PaperTiers:
     disk: bool = False
     host_cost: float = 0.0  # seconds per page
     most_storing: int = 8
+    ahead: int | None = None  # pages that are ready to be evicted; None: all are stored at once
     most_polls: int = 0  # until a transfer ends
     fail_every: int = 0  # loads; 0: none fails
     transfers: int = 0  # seed
@@ -35,7 +36,9 @@ class PaperTiers:
     def tier(self, num_pages: int) -> HostTier:
         costs = TransferCosts(page_s=self.host_cost, token_s=1.0, start_s=0.0, disk_page_s=0.0)
         most = self.most_storing
-        return HostTier(self.host, costs=costs, most_queued=num_pages, most_storing=most)
+        return HostTier(
+            self.host, costs=costs, ahead=self.ahead, most_queued=num_pages, most_storing=most
+        )
 
 
 @dataclass
