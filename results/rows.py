@@ -47,6 +47,9 @@ STREAMS = "--concurrency 64 --num-prompts 512 --input-len 200 --processes 4"
 HTTP = "--streams 1,64,256 --servers 4 --input-len 1000 --output-len 256"
 AGENTS = "--concurrency 16 --sessions 16 --turns 8 --shared-len 4000 --growth 1000-3000"
 AGENTS += " --answers 50-300 --longest 24000 --pauses 0.5-2 --warmup 0 --processes 4"
+RETURNING = [sys.executable, "-m", "tests.load.returning"]
+# Of R1's first 6 layers: 207 MB of pages, 300 pages on the GPU and 840 in host memory.
+RETURNED = "--tokens 30000 --rounds 1 --disk-gib 4"
 
 
 class Row(NamedTuple):
@@ -264,7 +267,11 @@ def adapters(recipe: str) -> Iterator[Row]:
 
 
 def agents(recipe: str) -> Iterator[Row]:
-    """Agents of 260,000 tokens, a GPU's cache of 87,000, and 40 GiB of host memory."""
+    """Agents of 260,000 tokens, a GPU's cache of 87,000, and 40 GiB of host memory.
+
+    Row "disk" gives the first token of a long prompt that is computed, and that returns from each
+    tier, with the disk's own rate. Its model has small pages: at 1 GB/s, loads of 8B do not pay.
+    """
     line = [*PEERS, "online", recipe or DENSE, "--streams", "agents", *shlex.split(AGENTS)]
     for name, also in (("off", []), ("on", setting(cache__host_gib=40))):
         own = [*line, "--servers", "4", *setting(cache__pages=680), *also, "--only", "nanovllm"]
@@ -274,6 +281,11 @@ def agents(recipe: str) -> Iterator[Row]:
         arguments = json.dumps(settings | offload)
         flags = ["--servers", "4", "--theirs", arguments, "--only", "vllm"]
         yield Row(name, "vllm", [*line, *flags], THEIRS_S + 130)
+    sizes = setting(load__format="dummy", cache__pages=300, cache__host_gib=0.7)
+    if not recipe:
+        sizes += [*UNIFORM, *setting(parallel__tp=1, model__num_layers=6)]
+    returned = [*RETURNING, recipe or R1, *sizes, *shlex.split(RETURNED)]
+    yield Row("disk", "nanovllm", returned, OURS_S + 15)
 
 
 def new(recipe: str) -> Iterator[Row]:
@@ -405,7 +417,8 @@ def with_flags(command: Sequence[str], loads: str, flags: Sequence[str]) -> list
             counts = dict.fromkeys(text.partition(":")[2] for text in words[at].split(","))
             new = (f"{name}:{n}" if n else name for n in counts for name in loads.split(","))
             words[at] = ",".join(new) if words[at] != "agents" else words[at]
-    return [*words, *flags] if {"bench", "online", "offline"} & {*command} else words
+    takes_flags = {"bench", "online", "offline", RETURNING[-1]} & {*command}
+    return [*words, *flags] if takes_flags else words
 
 
 def run(command: Sequence[str], limit_s: float) -> str:

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nanovllm.bench.measure import now
+from nanovllm.kv.disk.folder import NUM_SHARDS, PageFolder, aligned_bytes
 from nanovllm.kv.disk.format import PageOwner, file_bytes
 from nanovllm.kv.disk.limits import DiskLimits
 from nanovllm.kv.disk.store import DiskStore
@@ -73,6 +74,33 @@ def plain_rate(folder: Path, work: Callable[[int, memoryview], int], own: tuple[
     with ThreadPoolExecutor(threads) as pool:
         [*pool.map(of_thread, range(threads))]
     return pages * length / (time.perf_counter() - began)
+
+
+def read_rate(folder: Path, most_bytes: int = 2 << 30) -> dict[str, float]:
+    """Return the rate in GB/s at which the tier reads its own files, with as many threads.
+
+    Checksums and copies are not part of it. `disk_is_direct` is 1 if the reads bypass the system's
+    page cache; otherwise the rate may be that of memory. At most `most_bytes` are read.
+    """
+    pages = PageFolder(folder)
+    pages.open()
+    files = {name: file.size for n in range(NUM_SHARDS) for name, file in pages.scan(n).items()}
+    length = max(files.values())
+    pages.probe(length)
+    names = [name for name, size in files.items() if size == length][: max(1, most_bytes // length)]
+    threads = DiskLimits(payload_bytes=length, cap_bytes=length).read_threads
+
+    def of_thread(first: int) -> None:
+        into = aligned_bytes(length)
+        for name in names[first::threads]:
+            pages.read(name, into, time.time_ns())
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        [*pool.map(of_thread, range(threads))]
+    rate = len(names) * length / (time.perf_counter() - began)
+    pages.close()
+    return {"disk_read_gb_per_s": rate / 1e9, "disk_is_direct": float(bool(pages.is_direct))}
 
 
 def checksum_rate(length: int) -> float:
