@@ -118,6 +118,24 @@ def test_agents_of_both_engines(place: Path) -> None:
     )
 
 
+def test_a_first_token_from_disk_comes_with_the_rate_of_the_disk(place: Path) -> None:
+    sizes = "--tokens 500 --disk-gib 0.1 --set cache.page_tokens=16 --set cache.pages=40"
+    flags = f"{sizes} --set cache.host_gib={115 * 16 * 8192 / 4 / 2**30} --disk-folder {place}"
+    done, found = measured(place, "agents", "disk", flags)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (one,) = found
+    assert (one.workload["name"], one.workload["tokens"], one.workload["rounds"]) == (
+        "returning", 497, 1
+    )  # fmt: skip
+    cached = [one.metrics[f"{tier}_cached_tokens"] for tier in ("computed", "gpu", "host", "disk")]
+    assert cached == [0, 496, 496, 496] and one.metrics["tokens_from_disk"] == 2 * 496
+    times = {name for name, value in one.metrics.items() if name.endswith("_ms") and value > 0}
+    assert times == {f"{tier}_ttft_ms" for tier in ("computed", "gpu", "host", "disk")}
+    assert one.metrics["disk_read_gb_per_s"] > 0 and one.metrics["disk_is_direct"] in (0.0, 1.0)
+    assert {path.name for path in place.iterdir()} >= {"results"}
+    assert not list(place.glob("*/pages")), "the disk's folder is removed"
+
+
 def test_rows_go_on_after_a_failure(place: Path) -> None:
     python = vllm_python(place, 'echo "no room on the GPU"; exit 3')
     flags = "--loads bs1-256 --warmup 0"

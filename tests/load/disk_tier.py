@@ -85,6 +85,8 @@ def read_rate(folder: Path, most_bytes: int = 2 << 30) -> dict[str, float]:
     pages = PageFolder(folder)
     pages.open()
     files = {name: file.size for n in range(NUM_SHARDS) for name, file in pages.scan(n).items()}
+    if not files:
+        raise RuntimeError(f"{folder} has no files of the disk tier")
     length = max(files.values())
     pages.probe(length)
     names = [name for name, size in files.items() if size == length][: max(1, most_bytes // length)]

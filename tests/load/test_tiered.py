@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from argparse import Namespace
 from collections.abc import Iterator
@@ -50,6 +51,13 @@ def test_a_prompt_returns_from_each_tier(server: TieredServer) -> None:
     after = server.hit_tokens()
     assert {tier: n - before[tier] for tier, n in after.items()} == {"host": 256.0, "disk": 256.0}
     assert server.loaded()[0] >= 32 * PAGE_BYTES
+
+
+def test_a_prompt_that_an_earlier_run_left_on_the_disk_is_refused(server: TieredServer) -> None:
+    num_tokens = server.whole_pages(160)
+    asyncio.run(server.ask(server.body("again", num_tokens)))
+    with pytest.raises(RuntimeError, match="160 tokens of a new prompt were cached; use an empty"):
+        returning.returns(server, "again", num_tokens, has_disk=True)
 
 
 def test_ratios_compare_with_the_computed_prompt() -> None:
@@ -136,4 +144,6 @@ def test_rates_of_a_disk_are_recorded(tmp_path: Path) -> None:
     assert rates == plain | {
         "checksum_gb_per_s", "store_read_gb_per_s", "store_write_gb_per_s",
     }  # fmt: skip
-    assert record.model == "none" and {path.name for path in tmp_path.iterdir()} == {"results"}
+    with pytest.raises(RuntimeError, match="has no files"):
+        disk_tier.read_rate(tmp_path / "other")
+    assert record.model == "none" and {path.name for path in tmp_path.iterdir()} == {"results", "other"}
