@@ -142,7 +142,7 @@ measure() {
         python3 -m tests.load.copies $large "${tier[@]}"
         python3 -m tests.load.arriving $large "${tier[@]}" --set cache.pages=900 --set cache.host_gib=40
         python3 -m tests.load.disk_tier "${DISK:-/tmp}" --gib 8 --results-dir "${RESULTS:-results}"
-        python3 -m tests.load.returning $large "${tier[@]}" --set cache.pages=300 --set cache.host_gib=16 --set "cache.disk={path: ${DISK:-/tmp}/tiers, gib: 30}"
+        python3 -m tests.load.returning $large "${tier[@]}" --set cache.pages=300 --set cache.host_gib=16 --disk-gib 30 --disk-folder "${DISK:-/tmp}"
         nanovllm bench --offline $large --workload w1 "${common[@]}" --ablate cache.host_gib=32
         python3 -m tests.load.returning recipes/qwen3-next-80b-a3b.yaml "${tier[@]}" "${first[@]}" --set model.num_layers=16 --set schedule.slots=64 --set cache.checkpoints=64
         python3 -m tests.load.returning recipes/deepseek-r1.yaml "${tier[@]}" "${first[@]}" --set model.num_layers=6

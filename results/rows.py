@@ -48,7 +48,7 @@ HTTP = "--streams 1,64,256 --servers 4 --input-len 1000 --output-len 256"
 AGENTS = "--concurrency 16 --sessions 16 --turns 8 --shared-len 4000 --growth 1000-3000"
 AGENTS += " --answers 50-300 --longest 24000 --pauses 0.5-2 --warmup 0 --processes 4"
 RETURNING = [sys.executable, "-m", "tests.load.returning"]
-# Of R1's first 6 layers: 207 MB of pages, 300 pages on the GPU and 840 in host memory.
+# With R1's first 6 layers, a prompt has 207 MB of pages.
 RETURNED = "--tokens 30000 --rounds 1 --disk-gib 4"
 
 

@@ -146,4 +146,7 @@ def test_rates_of_a_disk_are_recorded(tmp_path: Path) -> None:
     }  # fmt: skip
     with pytest.raises(RuntimeError, match="has no files"):
         disk_tier.read_rate(tmp_path / "other")
-    assert record.model == "none" and {path.name for path in tmp_path.iterdir()} == {"results", "other"}
+    assert record.model == "none" and {path.name for path in tmp_path.iterdir()} == {
+        "results",
+        "other",
+    }
