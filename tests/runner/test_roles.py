@@ -216,7 +216,8 @@ def check_texts(config: Config, sizes: dict[str, Any], num_prefill: int = 1) -> 
     assert d.text == alone.text and len(prompts) >= 4
     assert remote.counts == {"read": len(prompts)}
     for engine in (*prefills, d):
-        engine.loop.step()  # ends the last store to host memory, if there is one
+        while engine.scheduler.has_work or engine.scheduler.num_moving:
+            engine.loop.step()  # ends the last stores to host memory
         assert engine is d or engine.memory.pool.num_free == 64
         states = getattr(engine.memory, "states", None)
         assert states is None or (states.num_held == 0 and states.sizes["kept"] > 0)
