@@ -173,6 +173,15 @@ class Availability(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Lent:
+    """Pages of a prompt that stay held for another engine. None are lent if empty."""
+
+    pages: tuple[int, ...] = ()
+    key: bytes = b""  # of the last page: a digest of all tokens up to its end
+    state: int = -1  # checkpoint of the recurrent state after these pages
+
+
+@dataclass(frozen=True, slots=True)
 class Moved:
     """End of a transfer. Nothing reads or writes its pages and host slots any more."""
 

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from nanovllm.config import Cache
@@ -43,11 +43,11 @@ from nanovllm.kv.checkpoints import Checkpoints
 from nanovllm.kv.costs import DISK_RATE, HOST_RATE, TransferCosts
 from nanovllm.kv.keys import Key, PageKeys
 from nanovllm.kv.layout import CacheLayout
-from nanovllm.kv.memory import Found, Holding, KVMemory, Lent, Texts
+from nanovllm.kv.memory import Found, Holding, KVMemory, Texts
 from nanovllm.kv.split import EVERY, Split, host_page_bytes
 from nanovllm.kv.tiered import TieredMemory
 from nanovllm.kv.tiers import AHEAD, MOST_STORING, HostTier
-from nanovllm.plan import Moved, Moves
+from nanovllm.plan import Lent, Moved, Moves
 
 LOOKED_AT = 32  # maximum number of waiting requests that are compared
 
@@ -314,14 +314,14 @@ class HybridMemory(TieredMemory):
         """
         holding = self._holdings.get(request_id)
         if holding is None or not is_whole or 2 * self.states.num_held >= self.states.count:
-            return Lent([], b"")
+            return Lent()
         state = self.states.longest(holding.keys, num_pages * self.page_tokens)
         if state is None:
-            return Lent([], b"")
+            return Lent()
         lent = super().lend(request_id, state.num_tokens // self.page_tokens)
         if lent.pages:
             self.states.hold(state.id)
-        return lent._replace(state=state.id if lent.pages else -1)
+        return replace(lent, state=state.id) if lent.pages else lent
 
     def take_back(self, pages: Sequence[int], state: int = -1) -> None:
         super().take_back(pages)

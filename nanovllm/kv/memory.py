@@ -34,7 +34,7 @@ from nanovllm.kv.keys import Key, PageKeys
 from nanovllm.kv.page_log import PageLog
 from nanovllm.kv.page_moves import Source
 from nanovllm.kv.pages import PagePool
-from nanovllm.plan import Moved, Moves
+from nanovllm.plan import Lent, Moved, Moves
 
 Texts = Iterable[PageKeys]
 
@@ -58,14 +58,6 @@ class Found(NamedTuple):
     source: int = 0  # page to copy to the page of the last cached token; 0 = no copy
     checkpoint: int = -1  # recurrent state at the end of the prefix; -1 = the zero state
     ticket: int = 0  # transfer that brings the last pages of the prefix; 0 = none
-
-
-class Lent(NamedTuple):
-    """Pages of a finished prompt that stay held for another engine. None are lent if empty."""
-
-    pages: list[int]
-    key: Key  # of the last page
-    state: int = -1  # checkpoint of the recurrent state after these pages
 
 
 class KVMemory:
@@ -406,8 +398,8 @@ class KVMemory:
         if holding is None or not 0 < num_pages <= (
             holding.num_named if is_whole else len(holding.pages) * self.prefix
         ):
-            return Lent([], b"")
-        pages = holding.pages[:num_pages]
+            return Lent()
+        pages = tuple(holding.pages[:num_pages])
         for page in pages:
             self.pool.hold(page)
         return Lent(pages, holding.keys.full(num_pages - 1))

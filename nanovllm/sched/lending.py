@@ -15,22 +15,15 @@ is complete last, and these models have few bytes in pages.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from nanovllm.kv.memory import KVMemory
+from nanovllm.plan import Lent
 from nanovllm.sched.request import Request
 from nanovllm.wire import Finish, FinishReason
-
-
-class TakenBack(Protocol):
-    """A lease that has ended, of which this module returns the pages to the pool."""
-
-    pages: tuple[int, ...]
-    state: int
 
 
 class PageLender(Protocol):
@@ -38,20 +31,10 @@ class PageLender(Protocol):
 
     num_ranks: int
 
-    def lend(
-        self,
-        request: str,
-        pages: Sequence[int],
-        text: bytes,
-        num_tokens: int,
-        *,
-        state: int,
-        num_ready: int | None = None,
-    ) -> str:
+    def lend(self, request: str, lent: Lent, num_tokens: int, num_ready: int | None = None) -> str:
         """Return the object of the answer in JSON, or "" without a lease.
 
-        `text` is the key of the last page. `state` is a checkpoint, or -1. The first `num_ready`
-        pages are complete; None: all.
+        `num_tokens` are those of the pages, of which the first `num_ready` are complete; None: all.
         """
         ...
 
@@ -59,8 +42,8 @@ class PageLender(Protocol):
         """Note that the first `num_ready` pages of an incomplete lease are complete."""
         ...
 
-    def revoke(self, request: str) -> TakenBack | None:
-        """End an incomplete lease. Return it; None if it has ended already."""
+    def revoke(self, request: str) -> Lent | None:
+        """End an incomplete lease. Return its pages; None if it has ended already."""
         ...
 
 
@@ -127,8 +110,8 @@ class Lending:
         num_pages = self._num_pages(request)
         if is_whole and self._memory.has_computed(request.id, num_pages):
             self.lender.advance(str(request.id), num_pages, is_last=True)
-        elif (lease := self.lender.revoke(str(request.id))) is not None:
-            self._memory.take_back(lease.pages, lease.state)
+        elif (lent := self.lender.revoke(str(request.id))) is not None:
+            self._memory.take_back(lent.pages, lent.state)
         return None
 
     def left(self, request: Request) -> None:
@@ -151,15 +134,11 @@ class Lending:
         """Lend a request's leading pages, which stay held. Return the object of the answer."""
         assert self.lender is not None
         memory = self._memory
-        pages, text, state = memory.lend(
-            request.id, self._num_pages(request), is_whole=num_ready is None
-        )
-        if not pages:
+        lent = memory.lend(request.id, self._num_pages(request), is_whole=num_ready is None)
+        if not lent.pages:
             return ""
-        num_tokens = len(pages) * memory.page_tokens
-        handover = self.lender.lend(
-            str(request.id), pages, text, num_tokens, state=state, num_ready=num_ready
-        )
+        num_tokens = len(lent.pages) * memory.page_tokens
+        handover = self.lender.lend(str(request.id), lent, num_tokens, num_ready)
         if not handover:
-            memory.take_back(pages, state)
+            memory.take_back(lent.pages, lent.state)
         return handover

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from nanovllm.plan import Lent
 from nanovllm.transfer.device_pages import DeviceMemory
 from nanovllm.transfer.leases import LEASE_S, Lease, Leases
 from nanovllm.transfer.messages import EngineCard
@@ -84,25 +85,16 @@ class Lender:
         """Call `give_back` from any thread with each lease that has ended."""
         self._give_back = give_back
 
-    def lend(
-        self,
-        request: str,
-        pages: Sequence[int],
-        text: bytes,
-        num_tokens: int,
-        *,
-        state: int = -1,
-        num_ready: int | None = None,
-    ) -> str:
+    def lend(self, request: str, lent: Lent, num_tokens: int, num_ready: int | None = None) -> str:
         """Grant a lease of pages that the caller holds. Return the object of the answer in JSON.
 
-        `text` is the key of the last page, `state` the checkpoint after it. Return "" if too many
-        pages are leased already. With `num_ready`, the pages after that number are not complete:
-        the caller must call `advance` for them, or `revoke`.
+        Return "" if too many pages are leased already. With `num_ready`, the pages after that
+        number are not complete: the caller must call `advance` for them, or `revoke`.
         """
+        pages = lent.pages
         if not pages or self.leases.num_pages_with(pages) > self.most_pages:
             return ""
-        generation = self.leases.grant(request, pages, state, num_ready=num_ready)
+        generation = self.leases.grant(request, pages, lent.state, num_ready=num_ready)
         if num_ready is not None:
             self._incomplete[request] = generation
         ticket = Ticket(
@@ -110,8 +102,8 @@ class Lender:
             engine=self.engine,
             generation=generation,
             request=request,
-            pages=tuple(pages),
-            text=text,
+            pages=pages,
+            text=lent.key,
             num_tokens=num_tokens,
             expires_at=time.time() + self._lease_s,
             layout=self._layout,
@@ -125,9 +117,10 @@ class Lender:
         generation = self._incomplete.pop(request) if is_last else self._incomplete[request]
         self.leases.advance(generation, num_ready)
 
-    def revoke(self, request: str) -> Lease | None:
-        """End an incomplete lease. Return it; None if it has ended already."""
-        return self.leases.revoke(self._incomplete.pop(request))
+    def revoke(self, request: str) -> Lent | None:
+        """End an incomplete lease. Return its pages; None if it has ended already."""
+        lease = self.leases.revoke(self._incomplete.pop(request))
+        return None if lease is None else Lent(lease.pages, state=lease.state)
 
     @property
     def sent_bytes(self) -> int:

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from nanovllm.kv.keys import PageKeys
-from nanovllm.plan import Copies, Moved, Moves
+from nanovllm.plan import Copies, Lent, Moved, Moves
 from nanovllm.runner.caches import Caches, make_caches
 from nanovllm.runner.cuda_ipc import CudaReader, shared_memory
 from nanovllm.runner.page_shares import PageShares
@@ -91,7 +91,9 @@ def prefill(pipe: Connection, index: int) -> None:
     pipe.send(lender.server.address)
     with suppress(EOFError):
         while wanted := pipe.recv():
-            params = json.loads(lender.lend("r", wanted, KEYS.full(len(wanted) - 1), 1))
+            params = json.loads(
+                lender.lend("r", Lent(tuple(wanted), KEYS.full(len(wanted) - 1)), 1)
+            )
             pipe.send(params["nanovllm_ticket"])
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from nanovllm.engine.tickets import Tickets
-from nanovllm.plan import Copies, Moved, Moves
+from nanovllm.plan import Copies, Lent, Moved, Moves
 from nanovllm.transfer.leases import Lease, Leases
 from nanovllm.transfer.lender import Lender
 from nanovllm.transfer.page_client import ReaderLimits
@@ -60,21 +60,12 @@ class PrefillEngine(Lender):
         self._incomplete, self._returned = {}, set[int]()
         self._key, self._layout, self._identity, self._lease_s = KEY, LAYOUT, IDENTITY, lease_s
 
-    def lend(
-        self,
-        request: str,
-        pages: Sequence[int],
-        text: bytes,
-        num_tokens: int,
-        *,
-        state: int = -1,
-        num_ready: int | None = None,
-    ) -> str:
-        handover = super().lend(request, pages, text, num_tokens, state=state, num_ready=num_ready)
+    def lend(self, request: str, lent: Lent, num_tokens: int, num_ready: int | None = None) -> str:
+        handover = super().lend(request, lent, num_tokens, num_ready)
         if handover and self.fault == "pages are not held":
-            self.paper.scheduler.take_back(pages)
-        if handover and state >= 0 and self.fault == "states are not held":
-            self.paper.memory.states.drop(state)  # type: ignore[attr-defined]
+            self.paper.scheduler.take_back(lent.pages)
+        if handover and lent.state >= 0 and self.fault == "states are not held":
+            self.paper.memory.states.drop(lent.state)  # type: ignore[attr-defined]
         return handover
 
     def advance(self, request: str, num_ready: int, *, is_last: bool = False) -> None:
@@ -83,14 +74,14 @@ class PrefillEngine(Lender):
             num_ready = len(lease.pages) if lease else num_ready
         super().advance(request, num_ready, is_last=is_last)
 
-    def revoke(self, request: str) -> Lease | None:
+    def revoke(self, request: str) -> Lent | None:
         if self.fault != "leases are not revoked":
             return super().revoke(request)
         lease = self.leases.lease_of(self._incomplete.pop(request))
         if lease is not None:  # its pages return to the pool, but D may read them
             self.leases.advance(lease.generation, len(lease.pages))
             self._returned.add(lease.generation)
-        return lease
+        return None if lease is None else Lent(lease.pages, state=lease.state)
 
     def step(self, *, computes: bool) -> None:
         if self.is_frozen:

@@ -33,8 +33,8 @@ def test_the_loop_is_blocked_while_pages_are_leased() -> None:
     engine.step()
     engine.step()
     assert engine.loop.is_blocked and not engine.loop.idle
-    ((_, pages, _, _),) = lender.lent
-    engine.scheduler.take_back(pages)
+    ((_, lent, _),) = lender.lent
+    engine.scheduler.take_back(lent.pages)
     engine.finish_all()
     assert right(engine, 1, B, 9)
 

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from nanovllm.kv.keys import PageKeys
 from nanovllm.kv.memory import KVMemory
-from nanovllm.plan import CORRUPTED, StepResult
+from nanovllm.plan import CORRUPTED, Lent, StepResult
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.wire import Finish, FinishReason, Generate, Sampling, StepOutput
 
 TOKENS = array("i", range(10))
-
-
-class Ended(NamedTuple):
-    pages: tuple[int, ...]
-    state: int = -1
 
 
 class NotedLender:
@@ -29,33 +22,24 @@ class NotedLender:
     def __init__(self, handover: str = "{}", num_ranks: int = 1) -> None:
         self.handover = handover
         self.num_ranks = num_ranks
-        self.lent: list[tuple[str, list[int], bytes, int]] = []
+        self.lent: list[tuple[str, Lent, int]] = []
         self.ready: list[int | None] = []
         self.calls: list[str] = []
-        self.ended: Ended | None = None
+        self.ended: Lent | None = None
 
-    def lend(
-        self,
-        request: str,
-        pages: Sequence[int],
-        text: bytes,
-        num_tokens: int,
-        *,
-        state: int,
-        num_ready: int | None = None,
-    ) -> str:
-        assert state == -1
-        self.lent.append((request, list(pages), text, num_tokens))
+    def lend(self, request: str, lent: Lent, num_tokens: int, num_ready: int | None = None) -> str:
+        assert lent.state == -1
+        self.lent.append((request, lent, num_tokens))
         self.ready.append(num_ready)
         if self.handover:
-            self.ended = Ended(tuple(pages))
+            self.ended = lent
         return self.handover
 
     def advance(self, request: str, num_ready: int, *, is_last: bool = False) -> None:
         self.ready.append(num_ready)
         self.calls += ["last"] if is_last else []
 
-    def revoke(self, request: str) -> Ended | None:
+    def revoke(self, request: str) -> Lent | None:
         self.calls.append("revoke")
         return self.ended
 
@@ -86,16 +70,16 @@ def test_pages_are_held_until_they_are_taken_back() -> None:
     lender = NotedLender()
     scheduler = scheduler_of(lender)
     assert ended(scheduler) == Finish(1, FinishReason.LENGTH, "{}")
-    ((request, pages, text, num_tokens),) = lender.lent
-    assert (request, num_tokens, text) == ("1", 8, PageKeys(TOKENS, "", 4).full(1))
+    ((request, lent, num_tokens),) = lender.lent
+    assert (request, num_tokens, lent.key) == ("1", 8, PageKeys(TOKENS, "", 4).full(1))
     assert lender.ready == [None] and not lender.calls
     pool = scheduler.memory.pool
-    assert len(set(pages)) == 2 and pool.held == set(pages)
+    assert len(set(lent.pages)) == 2 and pool.held == set(lent.pages)
     other = array("i", range(50, 60)).tobytes()  # needs three pages of two
     spec = Generate(request_id=2, prompt=other, max_new=1, stop_ids=[], sampling=Sampling())
     scheduler.add(spec, 0.0)
     assert scheduler.plan() is None
-    scheduler.take_back(pages)
+    scheduler.take_back(lent.pages)
     scheduler.check()
     assert pool.num_free == 4 and scheduler.plan() is not None
 
@@ -172,11 +156,11 @@ def test_pages_are_lent_as_they_are_computed(num_ranks: int, ready: list[list[in
     answer = [Finish(1, FinishReason.LENGTH, "{}")]
     assert answers == [answer if at == (num_ranks > 1) else [] for at in range(3)]
     assert [output.tokens for output in outputs] == [b""] * 3  # the answer was sent before
-    ((request, pages, text, num_tokens),) = lender.lent
-    assert (request, num_tokens, text) == ("1", 8, PageKeys(TOKENS, "", 4).full(1))
-    assert lender.calls == ["last"] and scheduler.memory.pool.held == set(pages)
+    ((request, lent, num_tokens),) = lender.lent
+    assert (request, num_tokens, lent.key) == ("1", 8, PageKeys(TOKENS, "", 4).full(1))
+    assert lender.calls == ["last"] and scheduler.memory.pool.held == set(lent.pages)
     assert not scheduler.request_ids()
-    scheduler.take_back(pages, request="1")
+    scheduler.take_back(lent.pages, request="1")
     assert scheduler.memory.pool.num_free == 4
 
 
@@ -184,9 +168,9 @@ def test_a_prompt_that_is_not_wanted_any_more_is_aborted() -> None:
     lender = NotedLender()
     scheduler = begun(lender)
     stepped(scheduler)
-    ((_, pages, _, _),) = lender.lent
+    ((_, lent, _),) = lender.lent
     lender.ended = None
-    scheduler.take_back(pages, request="1")
+    scheduler.take_back(lent.pages, request="1")
     scheduler.check()
     assert lender.calls == ["revoke"] and not scheduler.request_ids()
     assert scheduler.memory.pool.num_free == 4 and scheduler.output().finished == []

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from nanovllm.kv.keys import PageKeys
+from nanovllm.plan import Lent
 from nanovllm.transfer.leases import Lease
 from nanovllm.transfer.lender import Lender
 from nanovllm.transfer.page_client import ReaderLimits, run_length
@@ -53,7 +54,7 @@ class Pair:
 
     def ticket(self, pages: tuple[int, ...] = (3, 1, 2), *, text: bytes | None = None) -> str:
         own = KEYS.full(len(pages) - 1) if text is None else text
-        params = json.loads(self.p.lend("r", pages, own, 16 * len(pages)))
+        params = json.loads(self.p.lend("r", Lent(pages, own), 16 * len(pages)))
         assert params["do_remote_prefill"] and params["remote_num_tokens"] == 16 * len(pages)
         return str(params["nanovllm_ticket"])
 
@@ -148,14 +149,14 @@ def test_a_ticket_without_a_request_is_declined(pair: Pair) -> None:
 
 
 def test_shared_pages_are_lent_to_many(pair: Pair) -> None:
-    assert all(pair.p.lend("r", (1, 2, 3, 4, 5), b"", 80) for _ in range(9))
+    assert all(pair.p.lend("r", Lent((1, 2, 3, 4, 5)), 80) for _ in range(9))
     assert pair.p.leases.num_pages == 5
-    assert not pair.p.lend("r", (1, 6, 7, 8, 9), b"", 80)
+    assert not pair.p.lend("r", Lent((1, 6, 7, 8, 9)), 80)
 
 
 def test_too_many_pages_are_not_lent(pair: Pair) -> None:
     pair.ticket((1, 2, 3, 4, 5))
-    assert pair.p.lend("r", (6, 7, 8, 9), b"", 64) == "" == pair.p.lend("r", (), b"", 0)
+    assert pair.p.lend("r", Lent((6, 7, 8, 9)), 64) == "" == pair.p.lend("r", Lent(), 0)
     assert pair.ticket((6, 7, 8))
 
 
