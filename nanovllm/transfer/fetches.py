@@ -19,7 +19,7 @@ import numpy as np
 from nanovllm.transfer.device_pages import Arrivals
 from nanovllm.transfer.tickets import Ticket
 
-LATE_S = 0.01  # a longer wait for complete pages is P's, not the network's
+LATE_S = 0.01  # a longer wait for complete pages is not the network's
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +36,7 @@ class Fetch:
     num_ready: int = 0  # leading pages of the ticket that P has computed, as far as is known
     num_read: int = 0  # places that have been read
     read_s: float = 0.0  # time spent on it, without waiting for P to compute
+    waited_s: float = 0.0
 
     @property
     def num_direct(self) -> int:
@@ -52,7 +53,8 @@ class Fetch:
     def waited(self, seconds: float) -> None:
         """Note a wait for pages that P had to compute, which says nothing about the link."""
         self.read_s -= seconds
-        if seconds > LATE_S and self.arrivals is not None:
+        self.waited_s += seconds
+        if self.waited_s > LATE_S and self.arrivals is not None:
             self.arrivals.were_awaited = True
 
     def end(self) -> None:
@@ -149,6 +151,10 @@ class Fetches:
                 fetch.is_written = False
                 self._changed.notify_all()
         return fetch.state == "running"
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
 
     def postpone(self, fetch: Fetch) -> bool:
         """Queue a running fetch behind the others. Return False if there are none."""

@@ -13,7 +13,7 @@ from nanovllm.transfer.sealed import LENGTH, PeerError
 
 MAX_REQUEST = 1 << 18  # bytes of a message to P; a heartbeat for 20,000 leases has less
 MAX_HEADER = 1 << 20  # bytes of a message to D besides the page
-WAIT_S = 0.1  # longest delay of `ReadyPages`
+MOST_WAIT_MS = 100  # of `ReadyPages`; no other message passes meanwhile
 MOST_COPIED = 1 << 44  # bytes of one prompt, so that their sum stays a number of 64 bits
 
 
@@ -54,11 +54,12 @@ class PageBytes(Struct, frozen=True, tag="page"):
 class WaitForPages(Struct, frozen=True, tag="wait"):
     """Request of D to wait until the first `count` pages of a lease are complete.
 
-    The answer is `ReadyPages`, with fewer pages if that takes longer than WAIT_S, or `EndedLeases`.
+    The answer is `ReadyPages`, with fewer pages after `most_ms` milliseconds, or `EndedLeases`.
     """
 
     generation: int
     count: int
+    most_ms: Annotated[int, Meta(ge=0, le=MOST_WAIT_MS)] = MOST_WAIT_MS
 
 
 class ReadyPages(Struct, frozen=True, tag="ready"):

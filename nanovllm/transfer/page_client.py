@@ -41,6 +41,7 @@ from nanovllm.transfer.fetches import Fetch, Fetches, FetchResults
 from nanovllm.transfer.leases import HEARTBEAT_S, End
 from nanovllm.transfer.messages import (
     MAX_HEADER,
+    MOST_WAIT_MS,
     CheckLease,
     EndedLeases,
     EngineCard,
@@ -319,7 +320,8 @@ class PeerReader:
         generation, count = fetch.ticket.generation, min(count, len(fetch.ticket.pages))
         while fetch.num_ready < count:
             began = time.monotonic()
-            self._connection.send(encode(WaitForPages(generation, count)))
+            most_ms = max(1, MOST_WAIT_MS // (1 + self.fetches.num_queued))  # they may be ready
+            self._connection.send(encode(WaitForPages(generation, count, most_ms)))
             answer, _ = self._receive(ReadyPages, EndedLeases)
             if not isinstance(answer, ReadyPages) or not self.fetches.is_running(fetch):
                 return "lost"

@@ -23,7 +23,6 @@ from nanovllm.config import ConfigError
 from nanovllm.transfer.leases import Lease, Leases
 from nanovllm.transfer.messages import (
     MAX_REQUEST,
-    WAIT_S,
     CheckLease,
     EndedLeases,
     EngineCard,
@@ -176,8 +175,8 @@ class PageServer:
 
     def _answer(self, connection: SealedConnection, message: ToP) -> None:
         match message:
-            case WaitForPages(generation, count):
-                ready = self._leases.wait_for(generation, count, WAIT_S)
+            case WaitForPages(generation, count, most_ms):
+                ready = self._leases.wait_for(generation, count, most_ms / 1000)
                 ended = EndedLeases([generation])
                 connection.send(encode(ended if ready is None else ReadyPages(generation, ready)))
             case ReadPages():

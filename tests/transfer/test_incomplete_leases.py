@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from nanovllm.transfer.device_pages import Arrivals
 from nanovllm.transfer.leases import Leases
 from nanovllm.transfer.messages import (
-    WAIT_S,
+    MOST_WAIT_MS,
     ReadPages,
     ReadyPages,
     ToD,
@@ -24,6 +24,8 @@ from nanovllm.transfer.messages import (
 from nanovllm.transfer.tickets import Ticket
 from tests.transfer.test_page_client import PAGE_BYTES, PrefillEngine, eventually, reader, result
 from tests.transfer.test_page_server import connected_to
+
+WAIT_S = MOST_WAIT_MS / 1000
 
 
 @pytest.fixture
@@ -104,6 +106,15 @@ def test_p_sends_no_page_before_it_is_computed(p: PrefillEngine) -> None:
     assert p.server.counts["pages"] == 0
 
 
+def test_a_peer_cannot_hold_a_thread_of_p(p: PrefillEngine) -> None:
+    for most_ms in (-1, MOST_WAIT_MS + 1):
+        with connected_to(p) as (connection, buffer):
+            connection.send(encode(WaitForPages(1, 1, most_ms)))
+            with pytest.raises(OSError):
+                connection.receive(buffer)
+    eventually(lambda: p.server.counts["refused_protocol"] == 2)
+
+
 # -- D ------------------------------------------------------------------------------------------
 
 
@@ -134,15 +145,18 @@ def test_other_tickets_are_read_while_one_is_computed(p: PrefillEngine) -> None:
         eventually(lambda: d.reads_from("p1"))
         slow = [incomplete(p, 1, 2, num_ready=1), incomplete(p, 3, num_ready=0)]
         numbers = [d.fetch(ticket, blank(len(ticket.pages))) for ticket in slow]
+        slow += [incomplete(p, page, num_ready=0) for page in range(10, 19)]
+        numbers += [d.fetch(ticket, blank(1)) for ticket in slow[2:]]
+        began = time.monotonic()
         for page in (7, 8, 9):
             buffers = blank(1)
             assert result(d, d.fetch(p.ticket(page), buffers)) is True
             assert bytes(buffers[0]) == p.pool[page]
-        p.leases.advance(slow[1].generation, 1)
-        assert result(d, numbers[1]) is True
-        p.leases.advance(slow[0].generation, 2)
-        assert result(d, numbers[0]) is True
-        assert p.server.counts["pages"] == 6 and p.leases.counts["done"] == 5
+        assert time.monotonic() - began < 3 * 2 * WAIT_S + 0.5  # each waits for one round
+        for number, ticket in zip(numbers[::-1], slow[::-1], strict=True):
+            p.leases.advance(ticket.generation, len(ticket.pages))
+            assert result(d, number) is True
+        assert p.server.counts["pages"] == 15 and p.leases.counts["done"] == 14
 
 
 @pytest.mark.parametrize("way", ["cancelled", "revoked", "P is gone"])
