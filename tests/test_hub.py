@@ -27,8 +27,8 @@ import resource, sys
 from nanovllm import cli, launch
 
 def started(config):
-    # One piece: without a buffer, a line of the log may be written between two pieces.
-    print(f"STARTED {config.model_dir} {config.source}")
+    # With its end: without a buffer, print() writes it apart, and the log may come before it.
+    print(f"STARTED {config.model_dir} {config.source}\\n", end="")
     return 0
 
 launch.serve = started
@@ -36,7 +36,7 @@ try:
     cli.main()
 finally:
     used = resource.getrusage(resource.RUSAGE_SELF)
-    print(f"CPU {used.ru_utime + used.ru_stime} {'torch' in sys.modules}")
+    print(f"CPU {used.ru_utime + used.ru_stime} {'torch' in sys.modules}\\n", end="")
 """
 REALLY = RUN.replace("launch.serve = started\n", "")
 PROXIES = {"http_proxy", "https_proxy", "all_proxy"}

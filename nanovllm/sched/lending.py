@@ -56,17 +56,16 @@ class Computed(NamedTuple):
 
 
 class Lending:
-    """Leases of the requests of one scheduler. Without a lender, nothing is lent."""
+    """Leases of the requests of a prefill server's scheduler."""
 
-    def __init__(self, memory: KVMemory, lender: PageLender | None) -> None:
-        self.lender = lender
-        self._memory = memory
+    def __init__(self, memory: KVMemory, lender: PageLender) -> None:
+        self._memory, self._lender = memory, lender
         self._chunks: deque[Computed] = deque()  # of requests that may be lent before their end
         self._answered: dict[int, Request] = {}  # those whose answer was sent, by id
 
     def issued(self, step: int, request: Request, end: int) -> None:
         """Note that a step computes a prompt up to `end` tokens, but not to its end."""
-        if self.lender is not None and request.spec.lends:
+        if request.spec.lends:
             self._chunks.append(Computed(step, request, end))
 
     def completed(self, step: int) -> list[Finish]:
@@ -76,25 +75,20 @@ class Lending:
         compute their last layer; they have finished it once a later step is complete.
         """
         answers: list[Finish] = []
-        if self.lender is None:
-            return answers
-        last = step - (self.lender.num_ranks > 1)
+        last = step - (self._lender.num_ranks > 1)
         while self._chunks and self._chunks[0].step <= last:
             _, request, end = self._chunks.popleft()
             num_ready = min(end // self._memory.page_tokens, self._num_pages(request))
             if request.id in self._answered:
-                self.lender.advance(str(request.id), num_ready)
+                self._lender.advance(str(request.id), num_ready)
             elif num_ready and (handover := self._granted(request, num_ready)):
                 self._answered[request.id] = request
                 answers.append(Finish(request.id, FinishReason.LENGTH, handover))
         return answers
 
-    def hidden(self, ids_R: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
-        """Return which rows of a step are of answered requests, or None without such requests.
-
-        Their tokens are not sent.
-        """
-        return np.isin(ids_R, list(self._answered)) if self._answered else None
+    def are_answered(self, ids_R: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return which rows of a step are of answered requests."""
+        return np.isin(ids_R, list(self._answered))
 
     def end(self, request: Request, reason: FinishReason) -> Finish | None:
         """End a request that leaves for good, before its pages are released. Return the answer.
@@ -103,14 +97,13 @@ class Lending:
         """
         is_whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
         if request.id not in self._answered:
-            lends = is_whole and request.spec.lends and self.lender is not None
+            lends = is_whole and request.spec.lends
             return Finish(request.id, reason, self._granted(request) if lends else "")
-        assert self.lender is not None
         del self._answered[request.id]
         num_pages = self._num_pages(request)
         if is_whole and self._memory.has_computed(request.id, num_pages):
-            self.lender.advance(str(request.id), num_pages, is_last=True)
-        elif (lent := self.lender.revoke(str(request.id))) is not None:
+            self._lender.advance(str(request.id), num_pages, is_last=True)
+        elif (lent := self._lender.revoke(str(request.id))) is not None:
             self._memory.take_back(lent.pages, lent.state)
         return None
 
@@ -132,13 +125,12 @@ class Lending:
 
     def _granted(self, request: Request, num_ready: int | None = None) -> str:
         """Lend a request's leading pages, which stay held. Return the object of the answer."""
-        assert self.lender is not None
         memory = self._memory
         lent = memory.lend(request.id, self._num_pages(request), is_whole=num_ready is None)
         if not lent.pages:
             return ""
         num_tokens = len(lent.pages) * memory.page_tokens
-        handover = self.lender.lend(str(request.id), lent, num_tokens, num_ready)
+        handover = self._lender.lend(str(request.id), lent, num_tokens, num_ready)
         if not handover:
             memory.take_back(lent.pages, lent.state)
         return handover

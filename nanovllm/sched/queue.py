@@ -18,7 +18,7 @@ from nanovllm.sched.decoding import Decoding
 from nanovllm.sched.lending import Lending, PageLender
 from nanovllm.sched.policy import LOOKED_AT, ByUrgency, urgency, worth_waiting
 from nanovllm.sched.request import Request, State, arrive
-from nanovllm.wire import FinishReason, Generate, Refusal, RefusalKind, Started, StepOutput
+from nanovllm.wire import Finish, FinishReason, Generate, Refusal, RefusalKind, Started, StepOutput
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Queue:
         lender: PageLender | None = None,
     ) -> None:
         self.memory = memory
-        self.lending = Lending(memory, lender)
+        self.lending = None if lender is None else Lending(memory, lender)
         self.decoding = decoding
         self.adapters = adapters
         self.max_model_tokens = max_model_tokens
@@ -319,7 +319,7 @@ class Queue:
             if chunk.samples:
                 firsts.append(request)
                 self.prefilling.remove(request)
-            else:
+            elif self.lending is not None:
                 self.lending.issued(step, request, chunk.start + chunk.num_tokens)
         return firsts
 
@@ -336,13 +336,16 @@ class Queue:
         self.memory.mark_unverified(victim.id, victim.written)
         self.memory.release(victim.id)
         self.waiting.add(victim)
-        if self.lending.was_answered(victim):
+        if self.lending is not None and self.lending.was_answered(victim):
             self.retire(victim, FinishReason.ABORT)
 
     def retire(self, request: Request, reason: FinishReason) -> None:
         """End a request. Results that are still in flight for it are dropped."""
         del self.by_id[request.id]
-        if (answer := self.lending.end(request, reason)) is not None:
+        answer: Finish | None = Finish(request.id, reason)
+        if self.lending is not None:
+            answer = self.lending.end(request, reason)
+        if answer is not None:
             self.events.finished.append(answer)
         if request.state is State.WAITING:
             self.waiting.remove(request)
@@ -359,7 +362,8 @@ class Queue:
 
     def _leave(self, request: Request, state: State) -> None:
         """Free a request's slot, and change its state."""
-        self.lending.left(request)
+        if self.lending is not None:
+            self.lending.left(request)
         if request.state is State.PREFILLING:
             self.prefilling.remove(request)
         elif self.arriving.pop(request.id, None) is not None and request in self._arrived:
@@ -373,7 +377,8 @@ class Queue:
     def take_back(self, pages: Sequence[int], state: int, request_id: str) -> None:
         """Release pages and a state whose lease has ended. Abort its request if it still runs."""
         self.memory.take_back(pages, state)
-        if (request := self.lending.not_wanted(request_id)) is not None:
+        request = self.lending.not_wanted(request_id) if self.lending is not None else None
+        if request is not None:
             self.retire(request, FinishReason.ABORT)
 
     def handle_late_result(self, request: Request, tokens: list[int]) -> int:

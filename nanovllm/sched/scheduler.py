@@ -393,11 +393,13 @@ class Scheduler:
         if len(tokens) != len(rows.requests):
             count = len(rows.requests)
             raise ValueError(f"{len(tokens)} rows of tokens for a step of {count} rows")
-        hidden_R = self.queue.lending.hidden(rows.ids)
-        kept_R = self._append(flight, result)
-        if hidden_R is not None:
-            kept_R[hidden_R] = 0
-        self.queue.events.finished.extend(self.queue.lending.completed(result.step))
+        if (lending := self.queue.lending) is None:
+            kept_R = self._append(flight, result)
+        else:
+            are_answered_R = lending.are_answered(rows.ids)
+            kept_R = self._append(flight, result)
+            kept_R[are_answered_R] = 0  # their tokens are not sent
+            self.queue.events.finished.extend(lending.completed(result.step))
         logprobs = [
             TokenLogprobs(
                 request_id=int(rows.ids[p.row]),

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from nanovllm.engine.tickets import Tickets
 from nanovllm.plan import Copies, Lent, Moved, Moves
+from nanovllm.sched.lending import Lending
 from nanovllm.transfer.leases import Lease, Leases
 from nanovllm.transfer.lender import Lender
 from nanovllm.transfer.page_client import ReaderLimits
@@ -49,7 +50,7 @@ class PrefillEngine(Lender):
         sizes: dict[str, Any] = dict(num_slots=4, budget=budget, num_pages=16)
         few = {"checkpoints": 2} if kind == "hybrid" else {}  # so that they are soon reused
         self.paper = PaperEngine(**sizes, **{**KINDS[kind], **few})
-        self.paper.scheduler.queue.lending.lender = self
+        self.paper.scheduler.queue.lending = Lending(self.paper.memory, self)
         self.fault = fault
         self.time = 0.0
         self.engine = f"p{number}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from nanovllm.sched.lending import Lending
 from nanovllm.sched.request import State
 from tests.paper.engine import PaperEngine, generate
 from tests.paper.test_arriving import A, B, engine_of, right, states, tiers
@@ -26,7 +27,7 @@ def test_a_transfer_of_one_request_delays_no_other_that_can_start() -> None:
 
 def test_the_loop_is_blocked_while_pages_are_leased() -> None:
     engine, lender = PaperEngine(num_pages=10, num_slots=4, budget=24, depth=1), NotedLender()
-    engine.scheduler.queue.lending.lender = lender
+    engine.scheduler.queue.lending = Lending(engine.memory, lender)
     engine.say(replace(generate(0, A, 1), lends=True))
     engine.finish_all()
     engine.say(generate(1, B, 9))
