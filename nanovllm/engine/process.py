@@ -333,7 +333,7 @@ class Engine:
             case Joined():
                 self._join(message)
             case Lease():
-                self.scheduler.take_back(message.pages, message.state, message.request)
+                self.scheduler.take_back(message.pages, message.state, int(message.request))
             case Left(worker):
                 self._drop(worker)
             case Generate():

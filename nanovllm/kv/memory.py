@@ -394,11 +394,10 @@ class KVMemory:
 
         If the prompt is not whole, the pages may still have to be computed.
         """
-        holding = self._holdings.get(request_id)
-        if holding is None or not 0 < num_pages <= (
-            holding.num_named if is_whole else len(holding.pages) * self.prefix
-        ):
+        may_lend = self.has_computed(request_id, num_pages) if is_whole else self.prefix
+        if num_pages < 1 or not may_lend:
             return Lent()
+        holding = self._holdings[request_id]
         pages = tuple(holding.pages[:num_pages])
         for page in pages:
             self.pool.hold(page)

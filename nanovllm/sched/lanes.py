@@ -178,7 +178,7 @@ class Lanes:
     def moves(self) -> None:
         """Return None: lanes have no tiers below the device."""
 
-    def take_back(self, pages: Sequence[int], state: int = -1, request: str = "") -> None:
+    def take_back(self, pages: Sequence[int], state: int = -1, request_id: int = -1) -> None:
         raise ValueError("lanes lend no pages")
 
     def moved(self, moved: Moved) -> None:

@@ -115,10 +115,9 @@ class Lending:
     def was_answered(self, request: Request) -> bool:
         return request.id in self._answered
 
-    def not_wanted(self, request_id: str) -> Request | None:
+    def not_wanted(self, request_id: int) -> Request | None:
         """Return the request of a lease that has ended, if it still runs."""
-        found = (one for one in self._answered.values() if str(one.id) == request_id)
-        return next(found, None)
+        return self._answered.get(request_id)
 
     def _num_pages(self, request: Request) -> int:
         return (request.num_prompt - 1) // self._memory.page_tokens  # D computes the last token

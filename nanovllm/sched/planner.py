@@ -91,7 +91,7 @@ class Planner(Protocol):
         """Process the end of a transfer."""
         ...
 
-    def take_back(self, pages: Sequence[int], state: int = -1, request: str = "") -> None:
+    def take_back(self, pages: Sequence[int], state: int = -1, request_id: int = -1) -> None:
         """Release pages and a state whose lease has ended. Abort its request if it still runs."""
         ...
 

@@ -374,7 +374,7 @@ class Queue:
         request.slot = -1
         request.state = state
 
-    def take_back(self, pages: Sequence[int], state: int, request_id: str) -> None:
+    def take_back(self, pages: Sequence[int], state: int, request_id: int) -> None:
         """Release pages and a state whose lease has ended. Abort its request if it still runs."""
         self.memory.take_back(pages, state)
         request = self.lending.not_wanted(request_id) if self.lending is not None else None

@@ -296,9 +296,9 @@ class Scheduler:
         """Process the end of a transfer."""
         self.queue.moved(moved)
 
-    def take_back(self, pages: Sequence[int], state: int = -1, request: str = "") -> None:
+    def take_back(self, pages: Sequence[int], state: int = -1, request_id: int = -1) -> None:
         """Release pages and a state whose lease has ended. Abort its request if it still runs."""
-        self.queue.take_back(pages, state, request)
+        self.queue.take_back(pages, state, request_id)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Note the device time of a step that computed only prompts, `num_tokens` in all."""

@@ -1,9 +1,9 @@
 """Loads of one request's pages from P: their states, and the results for D's engine.
 
 Life of a fetch: queued -> running -> done. A running one whose pages P still computes is queued
-again if others wait. The thread that reads from P copies a page only under
-the lock and only while the fetch is running. So `cancel` gives the buffers back at once. Copies on
-the device are made without the lock, and `cancel` waits for the end of one.
+again if others wait. The thread that reads from P copies a page only under the lock and only while
+the fetch is running. So `cancel` gives the buffers back at once. Copies on the device are made
+without the lock, and `cancel` waits for the end of one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Fetch:
     num_ready: int = 0  # leading pages of the ticket that P has computed, as far as is known
     num_read: int = 0  # places that have been read
     read_s: float = 0.0  # time spent on it, without waiting for P to compute
-    waited_s: float = 0.0
+    waited_s: float = 0.0  # for P to compute
 
     @property
     def num_direct(self) -> int:

@@ -63,7 +63,7 @@ WINDOW = 4  # pages that are requested at once
 RETRY_S, MAX_RETRY_S = 0.5, 30.0  # pauses between connections
 log = logging.getLogger("transfer")
 M = TypeVar("M", bound=Struct)
-Progress: TypeAlias = Literal["read", "postponed", "lost"]
+Progress: TypeAlias = Literal["ready", "read", "postponed", "lost"]
 
 
 class ReaderLimits(Struct, frozen=True, kw_only=True):
@@ -292,7 +292,7 @@ class PeerReader:
         """
         direct = fetch.num_direct if self._memory is not None and fetch.arrivals is not None else 0
         while (at := fetch.num_read) < len(fetch.places):
-            if (progress := self._wait_for(fetch, fetch.places[at] + 1)) != "read":
+            if (progress := self._wait_for(fetch, fetch.places[at] + 1)) != "ready":
                 return progress
             if at < direct:
                 count = len(fetch.ready_places(min(AT_ONCE, direct - at)))
@@ -330,7 +330,7 @@ class PeerReader:
             self._beat_if_due()
             if fetch.num_ready < count and self.fetches.postpone(fetch):
                 return "postponed"
-        return "read"
+        return "ready"
 
     def _receive_pages(self, fetch: Fetch, count: int) -> bool:
         """Read consecutive pages by socket. Return False if they cannot be used."""
@@ -419,5 +419,5 @@ def check_card(card: EngineCard, limits: ReaderLimits) -> None:
 
 
 def run_length(places: Sequence[int]) -> int:
-    """Return how many of the places are consecutive, from the first one on."""
+    """Return how many of the places, which rise, are consecutive from the first one on."""
     return sum(place == places[0] + nth for nth, place in enumerate(places))

@@ -98,7 +98,7 @@ class PrefillEngine(Lender):
             return
         pages = () if self.fault == "pages are not held" else lease.pages
         state = -1 if self.fault == "states are not held" else lease.state
-        self.paper.scheduler.take_back(pages, state, lease.request)
+        self.paper.scheduler.take_back(pages, state, int(lease.request))
 
     def content(self, lease: Lease, place: int) -> Any:
         """Return a copy of a page in all layers, or the state."""

@@ -173,7 +173,7 @@ def test_pages_are_read_while_the_prompt_is_computed(
     assert d.text == alone.text and d.cached[0] == 60 and remote.counts == {"read": 1}
     assert sent["pages"] == 15 and not p.text
     eventually(lambda: ended)
-    p.scheduler.take_back(ended[0].pages, ended[0].state, ended[0].request)
+    p.scheduler.take_back(ended[0].pages, ended[0].state, int(ended[0].request))
     p.scheduler.check()
     assert p.memory.pool.num_free == 64
     for end in (remote, lender):

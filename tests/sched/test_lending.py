@@ -160,7 +160,7 @@ def test_pages_are_lent_as_they_are_computed(num_ranks: int, ready: list[list[in
     assert (request, num_tokens, lent.key) == ("1", 8, PageKeys(TOKENS, "", 4).full(1))
     assert lender.calls == ["last"] and scheduler.memory.pool.held == set(lent.pages)
     assert not scheduler.request_ids()
-    scheduler.take_back(lent.pages, request="1")
+    scheduler.take_back(lent.pages, request_id=1)
     assert scheduler.memory.pool.num_free == 4
 
 
@@ -170,7 +170,7 @@ def test_a_prompt_that_is_not_wanted_any_more_is_aborted() -> None:
     stepped(scheduler)
     ((_, lent, _),) = lender.lent
     lender.ended = None
-    scheduler.take_back(lent.pages, request="1")
+    scheduler.take_back(lent.pages, request_id=1)
     scheduler.check()
     assert lender.calls == ["revoke"] and not scheduler.request_ids()
     assert scheduler.memory.pool.num_free == 4 and scheduler.output().finished == []
