@@ -55,9 +55,9 @@ def test_the_profile_finds_the_engines_number_of_pages() -> None:
     assert [*found.columns] == ["tp 1", "tp 1 measured", "tp 2", "tp 2 measured"]
     for tp in (1, 2):
         plan, measured = found.plans[f"tp {tp}"], found.plans[f"tp {tp} measured"]
-        assert measured.taken["weights"] == pytest.approx(plan.taken["weights"], rel=0.01)
-        assert measured.taken["full step"] == pytest.approx(plan.taken["full step"], rel=0.1)
-        assert sum(measured.taken.values()) == pytest.approx(sum(plan.taken.values()), rel=0.25)
+        assert measured.used["weights"] == pytest.approx(plan.used["weights"], rel=0.01)
+        assert measured.used["full step"] == pytest.approx(plan.used["full step"], rel=0.1)
+        assert sum(measured.used.values()) == pytest.approx(sum(plan.used.values()), rel=0.25)
         assert measured.tokens == pytest.approx(plan.tokens, rel=0.03)
     measured = found.plans["tp 1 measured"]
     assert abs(int(build(config).recipe.cache.pages) - measured.pages) * measured.page_bytes < GIB
