@@ -46,6 +46,7 @@ from nanovllm.server.errors import ApiError, shutting_down
 from nanovllm.server.head import (
     CODE,
     RequestSize,
+    after_complete_requests,
     check_head,
     expects_continue,
     host_of_target,
@@ -64,6 +65,7 @@ MOST_LINGER_BYTES = 256 * 1024 * 1024
 KERNEL_UNSENT_BYTES = 64 * 1024
 RESET = struct.pack("ii", 1, 0)  # value for SO_LINGER: the kernel discards unsent bytes too
 NO_LIMIT = 2**31 - 1
+MOST_BEGIN_BYTES = 64 * 1024  # if more come before an unknown method, its request gets a 400
 
 
 class ConnectionState(Enum):
@@ -169,7 +171,9 @@ class Connection(HttpToolsProtocol):
         self._deadline: float | None = None  # monotonic time when the state must have been left
         self._answered: RequestResponseCycle | None = None  # the cycle being answered
         self._last_error: ApiError | None = None  # of LAST: sent after the open answers
-        self._begin = b""  # beginning of a request, until the parser knows its method
+        # The bytes since the latest read that began with a request; none if they are too many, or
+        # after a read that ends with a complete request or within a body of known length.
+        self._begin = b""
         self._size = RequestSize(settings.max_header_bytes, settings.max_headers)
         self._body_left = 0  # of BODY and REST: bytes to come if the length is known, else 0
         self._linger_until = 0.0  # of REST and LINGER: latest deadline
@@ -220,11 +224,13 @@ class Connection(HttpToolsProtocol):
             if self._deadline is None:
                 self._allow(self._settings.header_timeout_s)
         elif self._begin:
-            self._begin += data
+            self._begin = self._begin + data if len(self._begin) <= MOST_BEGIN_BYTES else b""
         if self._state is METHOD:
             self._refuse_method()
         else:
             self._parse(data)
+            if self._body_left or self._state is IDLE:
+                self._begin = b""
 
     def _parse(self, data: bytes) -> None:
         self._size.part_ended = False
@@ -238,6 +244,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
             self._enter(LAST)
         except httptools.HttpParserInvalidMethodError:
+            self._begin = after_complete_requests(self._begin)
             self._refuse_method()
         except httptools.HttpParserError as error:
             cause = error.__context__  # raised in one of our callbacks
@@ -253,13 +260,10 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {EXTENSION: {"transport": self.transport}}
-        if self._size.part_ended:  # it begins within the latest read, but the place is unknown
-            self._begin = b""
         self._size.begin()
         self._enter(HEAD, time.monotonic() + self._settings.header_timeout_s)
 
     def on_url(self, url: bytes) -> None:
-        self._begin = b""
         self._size.add(len(url))
         super().on_url(url)
 

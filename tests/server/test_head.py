@@ -11,7 +11,12 @@ import httpx
 import pytest
 
 from nanovllm.server.errors import ApiError
-from nanovllm.server.head import check_head, expects_continue, host_of_target
+from nanovllm.server.head import (
+    after_complete_requests,
+    check_head,
+    expects_continue,
+    host_of_target,
+)
 from tests.server.serving import Api, body
 
 CHAT = "/v1/chat/completions"
@@ -121,7 +126,8 @@ def test_a_method_that_is_not_known_is_named(api) -> None:
         "code": "method_not_allowed",
     }
     two = sent(api, get(HOST) + get(HOST, first="FOO / HTTP/1.1"))  # the first one is answered
-    assert re.findall(rb"HTTP/1\.1 (\d+) ", two) == [b"200", b"400"]
+    assert re.findall(rb"HTTP/1\.1 (\d+) ", two) == [b"200", b"501"]
+    assert b"the method FOO is not supported" in two
 
 
 CUT = {
@@ -151,6 +157,17 @@ def test_an_unknown_method_is_refused_alike_after_an_early_answer(api, cut) -> N
     answer = sent(api, head + b"\r\n\r\n", *filter(None, (data[:cut], data[cut:])))
     first, second = re.findall(rb"HTTP/1\.1 (\d+) ", answer)
     assert (first, second) == (b"404", b"501"), answer
+
+
+def test_the_rest_after_complete_requests() -> None:
+    """A request in a body is not one, and an empty line belongs to the rest."""
+    body_with_request = post(
+        HOST, "Content-Length: 29", data=b"FOO / HTTP/1.1\r\nHost: x\r\n\r\nab"
+    )
+    before = get(HOST) + body_with_request + post(HOST, CHUNKED, data=CHUNKS) + get(HOST, CLOSE)
+    for rest in (b"", b"F", b"FOO /x HTTP/1.1\r\n", b"\r\nFOO /", b"GET / HTTP/1.1\r\nHost"):
+        assert after_complete_requests(before + rest) == rest
+        assert after_complete_requests(rest) == rest
 
 
 def test_a_line_that_cannot_become_valid_is_refused_at_once(api) -> None:

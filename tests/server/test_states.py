@@ -194,13 +194,40 @@ def run(steps: list[Step]) -> Recorded:
     return asyncio.run(play())
 
 
+def seen_statuses(connection: Recorded) -> list[int]:
+    return [int(one) for one in re.findall(rb"HTTP/1\.1 (\d+)", connection.wire.sent)]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_states_answers_and_end(name) -> None:
     steps, states, statuses, end = CASES[name]
     connection = run(steps)
     assert connection.states[1:] == states
-    assert [int(one) for one in re.findall(rb"HTTP/1\.1 (\d+)", connection.wire.sent)] == statuses
+    assert seen_statuses(connection) == statuses
     assert connection.wire.end == end
+
+
+def test_an_unknown_method_after_other_requests_gets_one_status_however_it_is_cut() -> None:
+    body = b"4\r\nabcd\r\n0\r\n\r\n"
+    raw = A + CHUNKED % 2 + body + POST % 3 + b"FOO " + b"FOO /x HTTP/1.1\r\n"
+    for cut in range(1, len(raw)):
+        assert seen_statuses(run([raw[:cut], raw[cut:], 1, 2, 3])) == [200, 200, 200, 501], cut
+    for size in (1, 2, 3, 7, 50):
+        reads = [raw[at : at + size] for at in range(0, len(raw), size)]
+        assert seen_statuses(run([*reads, 1, 2, 3])) == [200, 200, 200, 501], size
+
+
+def test_few_bytes_are_kept_to_find_an_unknown_method() -> None:
+    """A request after them gets 400, since the place where it begins is not known."""
+    connection = run([CHUNKED % 1, *[b"4000\r\n" + b"x" * 0x4000 + b"\r\n"] * 9])
+    assert connection._begin == b""
+    for number, status in ((1, 501), (9, 400)):
+        body = [b"4000\r\n" + b"x" * 0x4000 + b"\r\n"] * number
+        assert seen_statuses(run([CHUNKED % 1, *body, b"0\r\n\r\nFOO / HTTP/1.1\r\n", 1])) == [
+            200,
+            status,
+        ]
+    assert run([A, POST % 2 + b"ab"])._begin == run([A + B])._begin == b""
 
 
 def test_every_legal_transition_occurs() -> None:
