@@ -196,7 +196,8 @@ def run_engine(link: SupervisorLink, config: Config, place: Place, path: str) ->
         from nanovllm.engine.process import main
         from nanovllm.ipc.channel import Listener
 
-        if config.recipe.parallel.dp > 1:  # other engines serve while this one is replaced
+        # Other engines serve while this one is replaced, or a rank waits for another in vain.
+        if config.recipe.parallel.dp > 1 or place.size > 1:
             link.most_late_s = STALLS * config.recipe.server.stall_s
         main(
             config,

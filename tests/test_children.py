@@ -89,13 +89,14 @@ def test_an_engine_is_told_once_that_no_api_process_follows(pipe) -> None:
     assert left == [1, 2]
 
 
-def test_only_an_engine_of_several_may_be_replaced_for_a_stuck_step(monkeypatch) -> None:
+def test_only_an_engine_of_several_or_of_ranks_may_end_by_a_stuck_step(monkeypatch) -> None:
     found: list[float] = []
     monkeypatch.setattr("nanovllm.ipc.channel.Listener", lambda path: path)
     monkeypatch.setattr("nanovllm.engine.process.main", lambda *args, **kwargs: None)
-    for overrides in (["parallel.dp=1"], ["parallel.dp=2"], ["parallel.dp=2", "server.stall_s=2"]):
+    one, two, ranks = "parallel.dp=1", "parallel.dp=2", "parallel.tp=2"
+    for overrides in ([one], [two], [two, "server.stall_s=2"], ["engine=model", ranks]):
         config = load_config("paper", overrides)
-        (place,) = launch.places_of(config, "")
+        place, *_ = launch.places_of(config, "")
         children.run_engine(link := SupervisorLink(Pipe()[1]), config, place, "path")
         found.append(link.most_late_s)
-    assert found == [float("inf"), 60.0, 12.0]
+    assert found == [float("inf"), 60.0, 12.0, 60.0]

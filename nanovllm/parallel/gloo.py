@@ -2,13 +2,20 @@
 
 Decision: it has its own gloo backend instead of torch.distributed's default group, so that there is
 no global rank and the ranks of a test can be threads.
+
+Decision: gathers and sums have a limit of time. Without it, a rank that takes part in fewer of them
+would stop all ranks without an error. `connect` and `least` have gloo's limit of half an hour,
+because ranks load and compile before them.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import reduce
 from typing import Any
 
@@ -17,6 +24,9 @@ from torch import Tensor, distributed
 
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.parallel.places import RankLostError
+
+log = logging.getLogger("engine")
+EXCHANGE_S = 120.0  # longest time of a gather or a sum, which waits for the slowest rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +63,20 @@ class GlooMesh(Mesh):
 
     def gather(self, x: Tensor) -> Tensor:
         shares = [torch.empty_like(x) for _ in range(self.size)]
-        with connection_errors():
-            self.backend[0].allgather([shares], [x]).wait()
+        with self._limited() as limit:
+            self.backend[0].allgather(shares, x, timeout=limit).wait()
         return torch.stack(shares)
 
     def own_sum(self, parts_ITD: Tensor) -> Tensor:
         found_ITD = torch.empty_like(parts_ITD)
-        with connection_errors():
-            self.backend[0].alltoall_base(found_ITD, parts_ITD.contiguous(), [], []).wait()
+        with self._limited() as limit:
+            self.backend[0].alltoall_base(
+                output=found_ITD,
+                input=parts_ITD.contiguous(),
+                output_split_sizes=[],
+                input_split_sizes=[],
+                timeout=limit,
+            ).wait()
         total_TD: Tensor = reduce(torch.add, found_ITD)
         return total_TD
 
@@ -70,6 +86,19 @@ class GlooMesh(Mesh):
         with connection_errors():
             self.backend[0].allreduce([least], options).wait()
         return int(least[0])
+
+    @contextmanager
+    def _limited(self) -> Iterator[timedelta]:
+        """Yield the limit of an exchange. Log an error, and raise RankLostError, if it passes."""
+        limit, begun = timedelta(seconds=EXCHANGE_S), time.monotonic()
+        try:
+            with connection_errors():
+                yield limit
+        except RankLostError:
+            if time.monotonic() - begun >= EXCHANGE_S:
+                text = "rank %d has waited %g s for another rank, which hangs or computes less"
+                log.error(text, self.rank, EXCHANGE_S)
+            raise
 
 
 @contextmanager

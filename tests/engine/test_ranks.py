@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from nanovllm.engine import ranks
 from nanovllm.engine.ranks import Follower, RankedExecutor
 from nanovllm.experts import Experts, write_placement
 from nanovllm.models.decoder import Decoder
+from nanovllm.parallel import gloo
 from nanovllm.parallel.gloo import GlooMesh
 from nanovllm.parallel.mesh import Mesh
 from nanovllm.parallel.nccl import NcclMesh, OrderedMesh
@@ -448,3 +450,23 @@ def test_a_lost_rank_is_an_error_at_once(tmp_path: Path) -> None:
     meshes[1].backend.clear()
     with pytest.raises(RankLostError):
         meshes[0].all_reduce(torch.ones(2))
+
+
+@pytest.mark.parametrize("kind", ["gather", "own_sum"])
+def test_a_rank_that_waits_for_another_in_vain_ends_with_a_line(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It does so even if the other rank lives and takes part in a later exchange."""
+    monkeypatch.setattr(gloo, "EXCHANGE_S", 0.3)
+    meshes = [ranks.mesh_of(CONFIG, place) for place in places_of(cut(CONFIG, 2), str(tmp_path))]
+    together(meshes, lambda mesh: mesh.connect())
+    together(meshes, lambda mesh: getattr(mesh, kind)(torch.ones(2, 2)))
+    begun = time.monotonic()
+    with pytest.raises(RankLostError):
+        getattr(meshes[1], kind)(torch.ones(2, 2))
+    assert 0.3 <= time.monotonic() - begun < 10
+    line = "rank 1 has waited 0.3 s for another rank, which hangs or computes less"
+    assert caplog.messages == [line]
+    with pytest.raises(RankLostError):  # at once, and without a line of its own
+        getattr(meshes[0], kind)(torch.ones(2, 2))
+    assert caplog.messages == [line]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from torch import Tensor
 
 from nanovllm.config import Config, Speculate
 from nanovllm.experts import Experts, write_placement
+from nanovllm.parallel import gloo
+from nanovllm.parallel.places import RankLostError
+from nanovllm.spec.base import DraftStep
+from nanovllm.spec.model_drafter import ModelDrafter
 from tests.engine.test_ranks import SMALL, cut, ranked, text_of
 from tests.models.heads import eagle3_tensors, save_head
 from tests.models.test_mtp import make_mtp
@@ -114,3 +120,26 @@ def test_a_lane_at_the_end_of_its_context_keeps_step_with_the_other(tmp_path: Pa
         assert served(engine) == expected
         assert [len(expected[i]) for i in range(4)] == [max_new for _, max_new in asks]
         assert engine.scheduler.stats().draft_tokens > 100
+
+
+def test_a_lane_that_skips_a_pass_of_drafts_ends_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other lane waits for it in an exchange of experts, for a limited time."""
+    propose = ModelDrafter.propose
+
+    def skipping(drafter: Any, step: DraftStep) -> Tensor:
+        skips = drafter.model.layers[0].mlp.exchange.mesh.lane == 1
+        return propose(drafter, dataclasses.replace(step, proposes=False) if skips else step)
+
+    config, speculate = mtp(tmp_path, "deepseek_v3")
+    sizes = dict(slots=2, step_tokens=100, max_tokens=90)
+    with ranked(cut(config, 1, 2), 1, tmp_path, speculate=speculate, **sizes) as engine:
+        monkeypatch.setattr(gloo, "EXCHANGE_S", 1.0)
+        monkeypatch.setattr(ModelDrafter, "propose", skipping)
+        engine.submit(0, [7, 8, 9], 20)
+        with pytest.raises(RankLostError):
+            engine.run()
+    assert caplog.messages == [
+        "rank 0 has waited 1 s for another rank, which hangs or computes less"
+    ]
