@@ -93,6 +93,7 @@ class UnloadAdapter(Struct, frozen=True, tag="unload", array_like=True):
 class AdapterAnswer(Struct, frozen=True, tag="adapter", array_like=True):
     number: int  # of the message
     error: str = ""  # empty: done, on all ranks
+    digest: bytes = b""  # of the files of an adapter that was loaded
 
 
 class Ready(Struct, frozen=True, tag="ready", array_like=True):
@@ -109,6 +110,7 @@ class Ready(Struct, frozen=True, tag="ready", array_like=True):
     recipe: str = "{}"
     tier_pages: int = 0  # pages of host memory below the device
     adapters: dict[str, str] = {}  # folders of the loaded adapters, by name
+    digests: dict[str, bytes] = {}  # likewise, of their files as they were read
 
 
 class Started(Struct, frozen=True, array_like=True):

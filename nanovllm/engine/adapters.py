@@ -39,6 +39,11 @@ class AdapterChanges:
         self.folders: dict[str, str] = {}  # of the loaded adapters by name
         self._contents = dict(store.first_adapters)  # likewise
 
+    @property
+    def digests(self) -> dict[str, bytes]:
+        """The digests of the files of the loaded adapters, by name. Any thread may read it."""
+        return {name: content.digest for name, content in self._contents.copy().items()}
+
     def digest(self, name: str) -> bytes:
         """Return the digest of an adapter for keys of pages; empty if no such one is loaded."""
         content = self._contents.get(name)
@@ -79,4 +84,4 @@ class AdapterChanges:
         self.folders[message.name], self._contents[message.name] = message.folder, result
         self.planner.load_adapter(message.name, number, result)
         self.store.drop_adapters(self.planner.forget_adapters())
-        return AdapterAnswer(message.number)
+        return AdapterAnswer(message.number, digest=result.digest)

@@ -138,7 +138,9 @@ def main(
     accepting = partial(
         accept_all,
         listener=listener,
-        ready=lambda: msgspec.structs.replace(message, adapters=dict(engine.adapters.folders)),
+        ready=lambda: msgspec.structs.replace(
+            message, adapters=dict(engine.adapters.folders), digests=engine.adapters.digests
+        ),
         join=engine.join,
     )
     threading.Thread(target=accepting, daemon=True).start()

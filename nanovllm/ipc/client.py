@@ -88,6 +88,7 @@ class EngineClient:
     def __init__(self, on_lost: Callable[[], None] = lambda: None) -> None:
         self.stats, self.num_open_then = Stats(), 0  # latest stats; open requests at that time
         self.is_lost = False
+        self.digests: dict[str, bytes] = {}  # of the files of the loaded adapters, by name
         self.step_time = 0.0
         self._beat = Beat(0.0, 0.0)
         self._beat_at: float | None = None  # arrival time of the beat
@@ -154,6 +155,10 @@ class EngineClient:
         answer = self._changes[message.number] = asyncio.get_running_loop().create_future()
         self._connection.send(message)
         result: AdapterAnswer = await answer
+        if isinstance(message, UnloadAdapter):
+            self.digests.pop(message.name, None)
+        elif not result.error:
+            self.digests[message.name] = result.digest
         return result.error
 
     def close(self) -> None:
@@ -197,7 +202,7 @@ class EngineClient:
             elif isinstance(message, Steps):
                 self._lookers.popleft()(message)
             else:
-                self.ready = message
+                self.ready, self.digests = message, dict(message.digests)
                 self._is_ready.set_result(None)
         self._flush(touched)
 

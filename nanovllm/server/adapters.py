@@ -20,7 +20,7 @@ from nanovllm.adapters.section import Adapters, check_free
 from nanovllm.config import ConfigError
 from nanovllm.ipc.client import EngineClient, EngineLostError
 from nanovllm.log import fields
-from nanovllm.server.engines import Engines
+from nanovllm.server.engines import CHANGED, Engines
 from nanovllm.server.errors import ApiError, decoded
 from nanovllm.server.served import Served
 from nanovllm.wire import LoadAdapter, UnloadAdapter
@@ -91,6 +91,8 @@ class RuntimeAdapters:
                     if fault := await client.change(message):
                         raise invalid(fault, "lora_path")
                     done.append(client)
+                    if client.digests[name] != done[0].digests[name]:
+                        raise invalid(CHANGED, "lora_path")
             except (ApiError, EngineLostError):
                 if done:  # no engine keeps the name, since the former adapter may be gone
                     served.adapters.pop(name, None)

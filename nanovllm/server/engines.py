@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 from msgspec.structs import replace
@@ -26,6 +27,9 @@ from nanovllm.wire import LoadAdapter, Ready, UnloadAdapter
 log = logging.getLogger("server")
 RETRY_S = 0.2
 SETTLE_S = 2.0  # seconds that a restarted API process waits for further engines after the first
+CHANGED = (
+    "its files are not those that another engine has read; load it again, or restart the server"
+)
 SILENT_S = 2.0  # seconds without a sign of life after which other engines are preferred
 
 
@@ -166,12 +170,14 @@ class Replicas(Engines):
         waiting = [EngineClient.connect(path, partial(lost, at)) for at, path in enumerate(paths)]
         if first_life:
             replicas.append(cls(await asyncio.gather(*waiting), paths, recipe))
+            await replicas[0]._compare_adapters()
             return replicas[0]
         tasks = [asyncio.ensure_future(one) for one in waiting]
         clients = await those_ready(tasks)
         ready = next(client for client in clients if client is not None).ready
         placeholders = [client or EngineClient.absent(ready) for client in clients]
         replicas.append(cls(placeholders, paths, recipe))
+        await replicas[0]._compare_adapters()
         for at, (client, task) in enumerate(zip(clients, tasks, strict=True)):
             if client is None:
                 replicas[0].connect_later(at, task)
@@ -181,7 +187,7 @@ class Replicas(Engines):
 
     def route(self, request: ChatRequest, prompt: Prompt, adapter: str = "") -> Route:
         loads: list[float | None] = [
-            None if problem_of(client, self._stall_s) else self._load(at)
+            self._load(at) if self._serves(client, adapter) else None
             for at, client in enumerate(self.clients)
         ]
         brisk = [
@@ -190,7 +196,7 @@ class Replicas(Engines):
         ]
         loads = brisk if any(load is not None for load in brisk) else loads
         if not any(load is not None for load in loads):
-            return Route(self.clients[0], self.metrics[0])  # all are lost or stalled
+            return Route(self.clients[0], self.metrics[0])  # none can serve it: an error
         salt = request.cache_salt or ""
         owner = salt or request.user or ""
         routed = self._router.route(
@@ -198,6 +204,10 @@ class Replicas(Engines):
         )
         at = routed.engine
         return ChosenRoute(self.clients[at], self.metrics[at], self._router, routed)
+
+    def _serves(self, client: EngineClient, adapter: str) -> bool:
+        has_adapter = not adapter or adapter in client.digests
+        return has_adapter and problem_of(client, self._stall_s) is None
 
     def _load(self, at: int) -> int:
         """Return requests in flight: the engine's latest counts, corrected by our changes since.
@@ -235,6 +245,7 @@ class Replicas(Engines):
                 continue
             try:
                 await self._load_adapters(at, client)
+                await self._refuse_other_files(at, client)
             except EngineLostError:
                 return  # `lost` has begun to connect again
             self.clients[at] = client
@@ -254,6 +265,24 @@ class Replicas(Engines):
                 log.error("engine %d has no adapter %s: %s", at, name, fault)
                 await client.change(UnloadAdapter(client.new_id(), name))
             has[name] = folder
+
+    async def _compare_adapters(self) -> None:
+        """Let all engines have the same files of each adapter, or not have it."""
+        for at, client in enumerate(self.clients):
+            with suppress(EngineLostError):
+                await self._refuse_other_files(at, client)
+
+    async def _refuse_other_files(self, at: int, client: EngineClient) -> None:
+        """Unload adapters from engine `at` whose files are not those that another engine read.
+
+        Files may be replaced while the server runs. Requests then go to the other engines.
+        """
+        others = [one for one in self.clients if one is not client and not one.is_lost]
+        for name, digest in [*client.digests.items()]:
+            expected = [one.digests[name] for one in others if name in one.digests]
+            if expected and digest != expected[0]:
+                log.error("engine %d has no adapter %s: %s", at, name, CHANGED)
+                await client.change(UnloadAdapter(client.new_id(), name))
 
 
 async def those_ready(tasks: Sequence[asyncio.Task[EngineClient]]) -> list[EngineClient | None]:

@@ -134,6 +134,8 @@ def test_a_load_reaches_all_ranks_or_none(
             answer = changes.take(LoadAdapter(1, name, folder, replaces))
             answer = answer or changes.take(arrived.get(timeout=20))
             assert answer is not None
+            assert bool(answer.error) == (not answer.digest)
+            assert answer.error or changes.digests[name] == answer.digest
             return answer.error
 
         assert load("a", "a") == load("b", "b") == ""
@@ -149,9 +151,11 @@ def test_a_load_reaches_all_ranks_or_none(
         engine.run()
         assert engine.text[90] == expected[1]
         assert engine.text[91] == expected[1]  # no page of the wider adapter has stayed
+        assert changes.digests["a"] == changes.digests["b"]
         # Both names have the same bytes, so they share pages; `b` before had others.
         assert engine.cached[90] > 0 == engine.cached[1] and engine.cached[91] == engine.cached[90]
         assert changes.take(UnloadAdapter(1, "b")) == AdapterAnswer(1)
+        assert [*changes.digests] == ["a"]
         assert sorted(bank.host) == [1]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm.adapters.folder import DEMO
 from tests.end_to_end.demo_server import Server, start
+from tests.end_to_end.test_replicas import SMALL, engines_of
+from tests.server.serving import eventually
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY = {"Authorization": "Bearer secret"}
@@ -115,6 +119,27 @@ def test_adapters_change_while_the_server_runs(served: tuple[Server, Path]) -> N
     assert 'adapter="pirate",state="running"} 0' in metrics
     counts = re.findall(r'nanovllm:adapter_slots\{.*,state="(\w+)"\} (\d)', metrics)
     assert counts == [("capacity", "1"), ("loaded", "1"), ("in_use", "0")]
+
+
+def test_an_engine_that_returns_refuses_files_that_were_replaced(tmp_path: Path) -> None:
+    """The other engine answers alone, with the old weights, until the adapter is loaded again."""
+    shutil.copytree(DEMO / "pirate", tmp_path / "pirate")
+    section = f"adapters={{folder: {tmp_path}, slots: 1, runtime: true}}"
+    server = start("--set", section, "--api-key", "secret", "--dp", "2", *SMALL)
+    before, plain = text_of(server, "pirate"), text_of(server, "demo")
+    weights = tmp_path / "pirate" / WEIGHTS
+    save_file({name: 0 * tensor for name, tensor in load_file(weights).items()}, weights)
+    os.kill(engines_of(server)[1], signal.SIGKILL)
+    eventually(lambda: "reconnected to engine 1" in "".join(server.lines), 60)
+    line = "engine 1 has no adapter pirate: its files are not those that another engine has read"
+    assert "".join(server.lines).count(line) == 1
+    assert [text_of(server, "pirate") for _ in range(4)] == [before] * 4
+    again = post(
+        server, "load_lora_adapter", lora_name="pirate", lora_path="pirate", load_inplace=True
+    )
+    assert again.status_code == 200
+    assert [text_of(server, "pirate") for _ in range(4)] == [plain] * 4 != [before] * 4
+    assert server.stop() == 0
 
 
 def test_a_body_that_is_not_json_is_refused(served: tuple[Server, Path]) -> None:
