@@ -49,7 +49,8 @@ def compare(
 
 def accept_drafts(runner: Runner, rows: StepRows) -> None:
     """Replace the first n % 3 drafts of slot n by the tokens that will be drawn in their places."""
-    slots, forwarded = runner.slots, runner.graphs.plain.decode.captured[size_of(rows)].output
+    slots, graphs = runner.slots, runner.graphs.of(adapted=rows.adapted)
+    forwarded = graphs.decode.captured[size_of(rows)].output
     assert isinstance(forwarded, Forwarded) and forwarded.logits_SV is not None
     slots_T, positions_T = forwarded.batch.slots_T, forwarded.batch.positions_T + 1
     drawn_T = runner.sampler.draw(forwarded.logits_SV, slots_T, positions_T)

@@ -4,11 +4,12 @@ Forward passes are compared by their logits. Draws are compared by bench/draws.p
 
 Decision: the rows are synthetic requests with random tokens, lengths and cached keys, not padding
 rows. Padding rows are all equal, so a graph that reads another row's slot would compute the correct
-logits.
+logits. In steps with adapters the rows have random ones, and some rows have none.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +23,10 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from nanovllm.bench.draws import compare, restored
+from nanovllm.bench.draws import compare, restored, size_of
 from nanovllm.config import ConfigError, Recipe
 from nanovllm.plan import Chunk, StepPlan
+from nanovllm.runner.adapters import AdapterBank
 from nanovllm.runner.batch import StepRows
 from nanovllm.runner.build import padding_rows
 from nanovllm.runner.graphs import Captured, CapturedPiecewise, DecodeGraphs, Size
@@ -33,6 +35,7 @@ from nanovllm.runner.runner import Forwarded, Runner
 CONTEXT = 1024  # longest synthetic request, if the cache can hold one per slot
 ROUNDS, STEPS = 3, 10  # a time is the median of ROUNDS means of STEPS steps
 MOST_DECODES = 64  # maximum decode rows next to prompt chunks
+ADAPTER_SCALE = 0.05  # standard deviation of random adapters, whose deltas are like the products
 FINITE_BYTES = 0x30, 0x40  # any such bytes are finite as fp8, bfloat16 and float32
 MOST_OFF = 0.05  # tolerance relative to the largest logit; bfloat16 rounding is far less
 
@@ -47,8 +50,8 @@ class GraphCost(Struct, frozen=True, kw_only=True):
     max_logit_difference: float = 0.0  # of a forward pass
     largest_logit: float = 0.0
     differences: int | None = None  # of a draw, see draws.compare; None: a forward pass
-    # Fraction of the load's decode steps that use the graph. 0 for draws, which also depend on the
-    # requests' parameters.
+    # Fraction of the load's decode steps that use the graph. 0 for draws and adapters, which also
+    # depend on the requests' parameters.
     used: float = 0.0
     padding: float = 0.0  # padding rows / rows in these steps
 
@@ -117,22 +120,45 @@ def spread(runner: Runner, num_tokens: int, width: int) -> int:
     return int(counts.sum())
 
 
+def adapt(runner: Runner, bank: AdapterBank) -> None:
+    """Give adapters of random numbers to most rows, and pages of ranks to these adapters."""
+    random = torch.Generator(runner.device).manual_seed(2)
+    bank.ranks_RX.normal_(0, ADAPTER_SCALE, generator=random)
+    num_pages, filled = len(bank.owner_P), context_of(runner)[0]
+    num_adapters = min(bank.options.slots, num_pages)
+    bank.owner_P.copy_(torch.arange(num_pages) % num_adapters)
+    bank.adapter_N[:filled] = torch.arange(filled, device=runner.device) % (1 + num_adapters) - 1
+
+
 @torch.inference_mode()
 def measure(runner: Runner, load: range) -> Iterator[GraphCost]:
+    """Yield the costs of all graphs, at first of those without adapters.
+
+    The runner's slots, caches and adapters are overwritten. `load` has the rows of the decode
+    steps.
+    """
+    yield from measured(runner, load, adapted=False)
+    if runner.adapters is not None:
+        adapt(runner, runner.adapters)
+        yield from measured(runner, load, adapted=True)
+
+
+def measured(runner: Runner, load: range, *, adapted: bool) -> Iterator[GraphCost]:
     """Yield the costs of forward passes of decode rows, of draws, and of mixed forward passes.
 
-    Each by increasing size. The runner's slots and caches are overwritten. `load` has the rows of
-    the decode steps.
+    Each by increasing size.
     """
     occupy(runner)
-    decodes = runner.graphs.plain.decode
+    graphs, end = runner.graphs.of(adapted=adapted), " with adapters" * adapted
+    decodes = graphs.decode
     for (size, width), captured in decodes.captured.items():
-        fed = [rows for rows in load if decodes.fit(rows, 1) == (size, width)]
-        decode = runner.builder.padded(size, width, runner.slots.max_tokens)
+        fits = [rows for rows in load if decodes.fit(rows, 1) == (size, width)]
+        fed = [] if adapted else fits
+        decode = padded(runner, (size, width), adapted=adapted)
         padding = 1 - sum(fed) / (len(fed) * size) if fed else 0.0
         graph = compared(
             runner,
-            mode=mode_of("decode", width),
+            mode=mode_of("decode", width) + end,
             size=size,
             captured=captured,
             eager=partial(runner.forward, decode),
@@ -140,20 +166,28 @@ def measure(runner: Runner, load: range) -> Iterator[GraphCost]:
             num_fed=spread(runner, size, width),
         )
         yield replace(graph, used=len(fed) / len(load), padding=padding)
-    for name, graphs in runner.graphs.plain.draws.items():
-        for fixed in graphs.captured:
-            yield compared_draw(runner, mode_of(name, width=fixed[1]), fixed, graphs)
+    for name, draws in graphs.draws.items():
+        for fixed in draws.captured:
+            rows = padded(runner, fixed, adapted=adapted)
+            yield compared_draw(runner, mode_of(name, width=fixed[1]) + end, rows, draws)
     runner.slots.lengths_N //= 2  # so that requests have room for chunks
-    for size, piecewise in runner.graphs.plain.mixed.captured.items():
-        eager = partial(runner.forward, mixed_rows(runner, size))
+    for size, piecewise in graphs.mixed.captured.items():
+        mixed = dataclasses.replace(mixed_rows(runner, size), adapted=adapted)
+        eager = partial(runner.forward, mixed)
         yield compared(
             runner,
-            mode="PIECEWISE/mixed",
+            mode="PIECEWISE/mixed" + end,
             size=size,
             captured=piecewise,
             eager=eager,
             replay=partial(eager, size),
         )
+
+
+def padded(runner: Runner, size: Size, *, adapted: bool) -> StepRows:
+    """Return the rows of a graph."""
+    rows = runner.builder.padded(*size, runner.slots.max_tokens)
+    return dataclasses.replace(rows, adapted=adapted)
 
 
 def compared(
@@ -185,14 +219,15 @@ def mode_of(name: str, width: int) -> str:
     return f"FULL/{name}" if width == 1 else f"FULL/{name} of {width}"
 
 
-def compared_draw(runner: Runner, mode: str, size: Size, draws: DecodeGraphs) -> GraphCost:
-    """Compare a graph that draws with the eager draw from the same logits."""
-    captured, decode = draws.captured[size], runner.builder.padded(*size, runner.slots.max_tokens)
+def compared_draw(runner: Runner, mode: str, rows: StepRows, draws: DecodeGraphs) -> GraphCost:
+    """Compare a graph that draws for such rows with the eager draw from the same logits."""
+    size = size_of(rows)
+    captured, decodes = draws.captured[size], runner.graphs.of(adapted=rows.adapted).decode
     spread(runner, *size)
-    logits(runner, partial(runner.graphs.plain.decode.replay, size))  # the inputs of the draw
-    eager, replay = partial(draws.run, decode), partial(draws.replay, size)
+    logits(runner, partial(decodes.replay, size))  # the inputs of the draw
+    eager, replay = partial(draws.run, rows), partial(draws.replay, size)
     with restored(runner.slots):
-        differences = compare(runner, decode, eager, replay)
+        differences = compare(runner, rows, eager, replay)
         return GraphCost(
             mode=mode,
             rows=size[0],

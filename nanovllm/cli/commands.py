@@ -289,8 +289,8 @@ def capture_graphs(load: str | None, path: Path | None, **recipe: Any) -> None: 
 
     Shows the time and memory of each graph, and the padding of decode steps. Forward passes are
     compared by their logits. Draws are compared by their tokens and drafts, and by the keys and
-    values of a draft model. Graphs of steps with adapters are not compared. Exit code 1: a graph
-    differs.
+    values of a draft model. Graphs of steps with adapters are compared with random adapters. Exit
+    code 1: a graph differs.
     """
     config, began = config_of(**recipe), datetime.now(UTC)
     if load is None and (why := lacks_gpu(config.recipe.device)) is not None:

@@ -20,6 +20,7 @@ from nanovllm.cli.commands import capture_graphs
 from nanovllm.config import Config, Speculate, load_config
 from nanovllm.runner.graphs import Captured, DecodeGraphs
 from nanovllm.runner.runner import Runner
+from tests.runner.tape import capture_on_tapes
 from tests.spec.test_heads import Pair, eagle3, mtp
 from tests.whole_engine import WholeEngine, small_demo
 
@@ -83,13 +84,15 @@ def captured(
     runner: Runner,
     faults: Mapping[str, Callable[[Any], object]] = MappingProxyType({}),
     tokens: Sequence[int] = (5, 12),
+    *,
+    adapted: bool = False,
 ) -> Runner:
     """Return the runner with stand-ins for graphs of up to `tokens`. `faults` are by name."""
     runner.builder.static_counts_R.zero_()
     sizes = [(min(SLOTS, num), 1) for num in tokens]
     if runner.num_drafts:
         sizes += [(num, 1 + DRAFTS) for num in tokens]
-    graphs = runner.graphs.plain
+    graphs = runner.graphs.of(adapted=adapted)
     for name, each in {"decode": graphs.decode, **graphs.draws}.items():
         each.captured.clear()
         capture(each, sizes, runner.slots.max_tokens, faults.get(name, lambda made: None))
@@ -297,3 +300,96 @@ def test_an_fp8_cache_is_filled_with_finite_numbers() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         words = torch.arange(0x30, 0x40, dtype=torch.uint8).repeat(4, 1).T.contiguous().view(dtype)
         assert words.isfinite().all() and words.min() > 0 and words.max() < 1
+
+
+# -- steps with adapters --------------------------------------------------------------------------
+
+END = " with adapters"
+
+
+@pytest.fixture(scope="module")
+def adapters() -> Runner:
+    """Return a runner that drafts by a model. All its graphs are captured."""
+    runner = small_demo(
+        SLOTS,
+        "load.format=dummy",
+        "adapters={folder: dummy, slots: 3, max_rank: 16}",
+        f"speculate={{method: draft_model, tokens: {DRAFTS}}}",
+    ).runner
+    captured(runner)
+    capture_on_tapes(runner, [16])
+    return runner
+
+
+def adapted_of(runner: Runner) -> dict[str, bool]:
+    """Return whether graphs of steps with adapters are right, by mode. The others must be."""
+    costs = list(measure(runner, range(1, 7)))
+    assert all(cost.is_right for cost in costs if not cost.mode.endswith(END))
+    assert all(cost.used == 0 for cost in costs if cost.mode.endswith(END))
+    return {cost.mode.removesuffix(END): cost.is_right for cost in costs if cost.mode.endswith(END)}
+
+
+def capture_adapted(
+    runner: Runner, faults: Mapping[str, Callable[[Any], object]] = MappingProxyType({})
+) -> Runner:
+    capture_on_tapes(runner, [16], adapted=True)
+    return captured(runner, faults, [12], adapted=True)
+
+
+def test_graphs_with_adapters_are_compared_like_the_others(adapters: Runner) -> None:
+    found = adapted_of(capture_adapted(adapters))
+    names = ["FULL/decode", "FULL/draw", "FULL/draw without drafts"]
+    modes = {name + width for name in names for width in ("", f" of {1 + DRAFTS}")}
+    assert found == dict.fromkeys([*modes, "PIECEWISE/mixed"], True)
+    bank = adapters.adapters
+    assert bank is not None and bank.adapter_N.tolist() == [-1, 0, 1, 2, -1, 0, -1]
+    assert bank.owner_P.tolist() == [0, 1, 2]
+
+
+def wrong_of(runner: Runner) -> set[str]:
+    return {mode for mode, is_right in adapted_of(runner).items() if not is_right}
+
+
+FAULTS: dict[str, Callable[[Any], object]] = {
+    "decode": lambda made: made.logits_SV[1].neg_(),
+    "draw": lambda made: made.tokens_RW.fill_(3),
+    "draw without drafts": lambda made: made.tokens_RW.fill_(3),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_graph_with_adapters_that_differs_is_found(adapters: Runner, name: str) -> None:
+    runner = capture_adapted(adapters, {name: FAULTS[name]})
+    assert wrong_of(runner) == {f"FULL/{name}", f"FULL/{name} of {1 + DRAFTS}"}
+
+
+def test_a_graph_that_was_captured_without_its_adapters_is_found(
+    adapters: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = adapters.graphs.adapted
+    with monkeypatch.context() as patch:
+        patch.setattr(graphs.decode, "run", adapters.forward)
+        patch.setattr(graphs.mixed, "run", adapters.hidden)
+        capture_adapted(adapters)
+    found = wrong_of(adapters)
+    assert found == {"FULL/decode", f"FULL/decode of {1 + DRAFTS}", "PIECEWISE/mixed"}
+
+
+def test_a_graph_that_reads_the_adapters_of_other_rows_is_found(
+    adapters: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank, decode = adapters.adapters, adapters.graphs.adapted.decode
+    assert bank is not None
+    adapter_N, forward = bank.adapter_N, decode.run
+
+    def of_others(rows: Any) -> object:
+        before = adapter_N.clone()
+        adapter_N[:SLOTS] = before[:SLOTS].roll(1)
+        forwarded = forward(rows)
+        adapter_N.copy_(before)
+        return forwarded
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "run", of_others)
+        capture_adapted(adapters)
+    assert wrong_of(adapters) == {"FULL/decode", f"FULL/decode of {1 + DRAFTS}"}

@@ -74,7 +74,8 @@ def memory(leaf: object) -> int:
 
 
 @torch.inference_mode()
-def capture_on_tapes(runner: Runner, sizes: list[int]) -> None:
+def capture_on_tapes(runner: Runner, sizes: list[int], *, adapted: bool = False) -> None:
     """Capture steps with prompt chunks of the given sizes."""
-    runner.graphs.plain.mixed.new_graph = Tape
-    runner.graphs.plain.mixed.capture(sizes)
+    mixed = runner.graphs.of(adapted=adapted).mixed
+    mixed.new_graph = Tape
+    mixed.capture(sizes)
