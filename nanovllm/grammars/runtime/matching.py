@@ -174,7 +174,7 @@ class Matcher:
         self._exact = xgrammar.GrammarMatcher(grammar.exact, override_stop_tokens=stops)
         self._free: xgrammar.GrammarMatcher | None = None
         self._by_bytes = grammar.by_bytes
-        self.may_limit_tokens = grammar.may_limit_tokens
+        self._may_limit_tokens = grammar.may_limit_tokens
         if grammar.free is not None:
             compiled, least, self._texts = grammar.free
             self._least = min(least, self._texts.longest)
@@ -188,6 +188,14 @@ class Matcher:
     @property
     def filler(self) -> xgrammar.GrammarMatcher:
         return self._exact if self._free is None else self._free
+
+    def has_token_limit(self) -> bool:
+        """Return True if a limit of tokens applies here. It is in effect only after a mask."""
+        if not self._may_limit_tokens:
+            return False
+        if self._free is not None:
+            return self._look().has_token_limit
+        return TOKEN_LIMIT in self._exact._debug_print_internal_state()
 
     def is_terminated(self) -> bool:
         return bool(self._exact.is_terminated())

@@ -241,6 +241,37 @@ def test_a_step_that_uses_up_a_budget_and_ends_thinking_writes_nothing_to_stderr
     made.advance(StepOutput(finished=[Finish(i, FinishReason.STOP) for i in (1, 2)]))
 
 
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [({"type": "string"}, '"abab'), ({"maxLength": 30, "type": "string"}, '"abab')],
+)
+def test_a_step_makes_masks_for_its_drafts_only_while_a_budget_applies(
+    made, schema, text, monkeypatch, capfd
+) -> None:
+    """`fill` makes the masks of a step in a batch, so the counted ones are further masks."""
+    further: list[Matcher] = []
+    fill = Matcher.fill
+    monkeypatch.setattr(
+        Matcher, "fill", lambda self, mask: (further.append(self), fill(self, mask))[1]
+    )
+    tokenizer = served("qwen3").template.tokenizer
+    end_think, (word,) = tokenizer.token_to_id("</think>"), tokenizer.encode("a").ids
+    fields = {"structured_outputs": {"json": schema}}
+    grammar = grammar_of(turn="<think>\n", thinking_token_budget=2, **fields)
+    assert (grammar.free is not None) == ("maxLength" in schema)
+    follow(made, 1, grammar)
+    counts = []
+    answer = tokenizer.encode(text, add_special_tokens=False).ids
+    blank = tokenizer.encode("\n\n", add_special_tokens=False).ids
+    for step in ([word, word, end_think], [*blank, *answer], [word] * 4):
+        made.fill([(1, step)])
+        assert made.advance(output_of({1: step})) == set()
+        counts.append(len(further))
+    assert made.num_followed == 1 and counts == [2, 2, 2]
+    assert capfd.readouterr() == ("", "")
+    made.advance(StepOutput(finished=[Finish(1, FinishReason.STOP)]))
+
+
 def all_beginning(letters) -> set[int]:
     vocabulary = served("qwen3").vocabulary
     return {
