@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.config import Config, ConfigError, Disk, Speculate, load_config
 from nanovllm.engine import paper
@@ -27,7 +28,7 @@ from nanovllm.plan import Copies, Moves
 from nanovllm.runner.caches import make_caches
 from nanovllm.runner.copy_stream import CopyStream, StartedCopies
 from nanovllm.runner.resolved import resolve_config
-from nanovllm.runner.transfer import HostPages, Mover
+from nanovllm.runner.transfer import BUS_BYTES, HostPages, Mover, copy_in_pieces
 from tests.engine.test_ranks import ranked
 from tests.kv.disk.stores import eventually
 from tests.models.tiny import CASES, config_of, make_tiny
@@ -363,3 +364,30 @@ def test_a_transfer_that_starts_while_its_thread_fails_is_an_error() -> None:
     stream._started = Failing()
     with pytest.raises(RuntimeError, match="the device has failed"):
         stream.start(Copies(1, [(0, 0)]), 4096, None)
+
+
+class CopySizes(TorchDispatchMode):
+    """Notes the bytes of each copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.sizes.append(args[0].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("num_bytes", [4096, BUS_BYTES, 2 * BUS_BYTES + 4096])
+def test_no_copy_on_the_bus_takes_long(num_bytes: int) -> None:
+    """Otherwise the inputs of a step would wait for a whole page."""
+    source = torch.randint(256, (num_bytes,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    with CopySizes() as copies:
+        copy_in_pieces(target, source)
+    assert target.equal(source) and sum(copies.sizes) == num_bytes
+    assert max(copies.sizes) <= 2 << 20
+    assert len(copies.sizes) == -(-num_bytes // (2 << 20))
