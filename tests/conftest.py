@@ -6,7 +6,10 @@ as usual.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "quick" or collection_path.suffix != ".py":
         return None
     return not is_quick(str(collection_path.relative_to(TESTS))) or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Exempt all modules and tests from garbage collection.
+
+    A full collection would scan them for a second. Each test of transfers runs one.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # otherwise packages report them as leaks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

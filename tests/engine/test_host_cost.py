@@ -10,7 +10,7 @@ import gc
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -133,12 +133,10 @@ def cost_ms(work: Callable[[], object]) -> float:
 
 
 @pytest.fixture
-def frozen() -> Iterator[None]:
+def frozen() -> None:
     """Freeze objects of other tests, so that garbage collection does not scan them repeatedly."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def cost_once_ms(work: Callable[[], object]) -> float:
