@@ -38,6 +38,17 @@ REFUSED = {
     "forged": "forged", "expired": "expired", "foreign": "unconnected", "twin": "model",
     "layout": "layout", "another prompt": "text", "stale": "unconnected",
 }  # fmt: skip
+FAULTS = {  # each with the seed of a pair in which it is seen
+    "the lease is not checked": 1,
+    "pages are not held": 0,
+    "states are not held": 13,
+    "engines are not compared": 0,
+    "slots without content are used": 13,
+    "the ends of ranks are not joined": 10,
+    "pages are read before they are computed": 6,
+    "pages are ready too early": 6,
+    "leases are not revoked": 20,
+}
 
 
 class Pair:
@@ -257,22 +268,11 @@ def test_the_text_is_right_whatever_happens_to_the_engines() -> None:
     assert counts["shares differ"] > NUM_PAIRS / 8 and counts["from disk"] > NUM_PAIRS, counts
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "the lease is not checked",
-        "pages are not held",
-        "states are not held",
-        "engines are not compared",
-        "slots without content are used",
-        "the ends of ranks are not joined",
-        "pages are read before they are computed",
-        "pages are ready too early",
-        "leases are not revoked",
-    ],
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_seen(fault: str) -> None:
-    assert any(is_seen(seed, fault) for seed in range(NUM_PAIRS))
+    """The other pairs run only if a change of the code has moved a fault to another pair."""
+    others = (seed for seed in range(NUM_PAIRS) if seed != FAULTS[fault])
+    assert any(is_seen(seed, fault) for seed in (FAULTS[fault], *others))
 
 
 def is_seen(seed: int, fault: str) -> bool:
