@@ -87,8 +87,9 @@ def ranked(config: Config, tp: int, folder: Path, **sizes: Any) -> Iterator[Whol
             left.append(place.rank)
         finally:
             engine.mesh.backend.clear()  # otherwise rank 0 would wait for this rank
-            if (disk := engine.runner.disk) is not None:
-                disk.close()
+            for other in (engine.runner.disk, engine.runner.offered):
+                if other is not None:
+                    other.close()
 
     threads = [threading.Thread(target=follow, args=(place,)) for place in others]
     for thread in threads:

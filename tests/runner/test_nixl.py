@@ -45,6 +45,21 @@ IS_INSTALLED = any(find_spec(name) for name in nixl.MODULES)
 needs_nixl = pytest.mark.skipif(not IS_INSTALLED, reason="nixl-cu12 is not installed")
 
 
+@pytest.fixture(autouse=True)
+def no_agent_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail a test that leaves an agent, since the thread of an agent of P takes a core."""
+    agents: list[nixl.Agent] = []
+    real = nixl.Agent.__init__
+
+    def init(agent: nixl.Agent, *args: Any, **options: Any) -> None:
+        real(agent, *args, **options)
+        agents.append(agent)
+
+    monkeypatch.setattr(nixl.Agent, "__init__", init)
+    yield
+    eventually(lambda: all(agent._agent is None for agent in agents))
+
+
 def caches(rows: int) -> list[torch.Tensor]:
     """Return keys and values of 3 layers, in pages of 32 and 16 bytes a layer."""
     return [torch.rand(3, rows, 2, 1, size) for size in (4, 2)]
