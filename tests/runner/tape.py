@@ -7,7 +7,7 @@ computed or read during the capture do not change, except inside of an `opaque` 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,16 +21,32 @@ from torch.utils._pytree import tree_leaves
 from nanovllm.runner.runner import Runner
 
 
+class Operation(NamedTuple):
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[tuple[int, Tensor]]  # by place; neither views nor in-place results
+
+
 class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.operations: list[tuple[Any, Any, Any, Any]] = []
+        self.operations: list[Operation] = []
         self.replays = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
-        self.operations.append((function, args, kwargs or {}, made))
+        self.record(function, args, kwargs or {}, made)
         return made
+
+    def record(self, function: Any, args: Any, kwargs: dict[str, Any], made: object) -> None:
+        """Append an operation. A view is left out, since its memory does not change."""
+        given = {memory(leaf) for leaf in tree_leaves((args, kwargs))}
+        leaves = enumerate(tree_leaves(made))
+        results = [(at, leaf) for at, leaf in leaves if memory(leaf) not in given]
+        schema = getattr(function, "_schema", None)  # an opaque function has none
+        if results or schema is None or schema.is_mutable:
+            self.operations.append(Operation(function, args, kwargs, results))
 
     def capture_begin(self, pool: object) -> None:
         self.__enter__()
@@ -43,12 +59,11 @@ class Tape(TorchDispatchMode):
 
     def replay(self) -> None:
         self.replays += 1
-        for function, args, kwargs, made in self.operations:
+        for function, args, kwargs, results in self.operations:
             again = function(*args, **kwargs)
-            given = {memory(leaf) for leaf in tree_leaves((args, kwargs))}
-            for old, new in zip(tree_leaves(made), tree_leaves(again), strict=True):
-                if memory(old) not in given:  # neither a view nor an in-place result
-                    old.copy_(new)
+            leaves = [again] if isinstance(again, Tensor) else tree_leaves(again)
+            for at, old in results:
+                old.copy_(leaves[at])
 
 
 def opaque(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -63,7 +78,7 @@ def opaque(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return function(*args, **kwargs)
         with _disable_current_modes():
             made = function(*args, **kwargs)
-        tape.operations.append((function, args, kwargs, made))
+        tape.record(function, args, kwargs, made)
         return made
 
     return one
