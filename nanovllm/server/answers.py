@@ -148,12 +148,14 @@ class ChunkWriter:
         if self._delta:
             self._put(b"null")
 
-    def end(self, reason: str, details: Details | None) -> None:
+    def end(self, reason: str, details: Details | None, stop_reason: str | int | None) -> None:
+        """Write the end; only its chunk has a `stop_reason`, as in vLLM."""
+        reasons = b'%b,"stop_reason":%b' % (_encode(reason), _encode(stop_reason))
         if self._tally is None:
-            self._chunk(b"{}", details, _encode(reason))
+            self._chunk(b"{}", details, reasons)
             return
         self._details.add(details)
-        self._put(_encode(reason))
+        self._put(reasons)
 
     def _gather(self, event: Event, details: Details | None) -> None:
         """Add an event to the chunk of this step."""
@@ -211,6 +213,7 @@ class WholeWriter:
         self._calls: list[tuple[str, list[str]]] = []
         self._details = Details()
         self._reason = ""
+        self._stop_reason: str | int | None = None
 
     def begin(self, prompt_ids: list[int]) -> None: ...
 
@@ -224,9 +227,9 @@ class WholeWriter:
         else:
             self._texts[type(event)].append(event.text)
 
-    def end(self, reason: str, details: Details | None) -> None:
+    def end(self, reason: str, details: Details | None, stop_reason: str | int | None) -> None:
         self._details.add(details)
-        self._reason = reason
+        self._reason, self._stop_reason = reason, stop_reason
 
     def choice(self, *, with_logprobs: bool) -> AnswerChoice:
         """Return the choice. Content is null only with calls; clients may refuse it elsewhere."""
@@ -244,6 +247,7 @@ class WholeWriter:
             message=answer,
             logprobs=ChoiceLogprobs(self._details.logprobs) if with_logprobs else None,
             finish_reason=self._reason,
+            stop_reason=self._stop_reason,
             token_ids=self._details.token_ids or UNSET,
         )
 

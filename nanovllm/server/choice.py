@@ -72,6 +72,7 @@ class Choice:
         self.failure: ApiError | None = None
         self.handover = ""  # kv_transfer_params of the answer, in JSON
         self._is_cut = False  # a stop string ended the text
+        self._last_id = -1  # of the latest token
         self._request = request
         self._prompt_ids = prompt.ids if request.return_token_ids else []
         self._tally = tally
@@ -89,8 +90,9 @@ class Choice:
         self._detokenizer = Detokenizer(self._vocabulary, skip_special=skip_special)
         self._stops = None
         if request.stops:
-            stops = {*request.stops, *map(self._vocabulary.marked, request.stops)}
-            self._stops = StopStrings(sorted(stops), include=include_stop)
+            marked = {self._vocabulary.marked(stop): stop for stop in request.stops}
+            self._stop_of = marked | {stop: stop for stop in request.stops}  # by their two forms
+            self._stops = StopStrings(sorted(self._stop_of), include=include_stop)
         self._parser = served.parser(
             prompt.turn,
             request.schemas,
@@ -144,6 +146,7 @@ class Choice:
         if not counts.tokens:
             self._writer.begin(self._prompt_ids)
         counts.tokens += 1
+        self._last_id = token_id
         if self._parser.in_reasoning:
             counts.reasoning += 1
         if self._details is not None:
@@ -177,7 +180,14 @@ class Choice:
         if reason == "stop" and self._writer.num_calls and not is_named and not is_open:
             reason = "tool_calls"  # as with OpenAI, only if the model was free to call
         self.reason = reason
-        self._writer.end(reason, self._details)
+        self._writer.end(reason, self._details, self._stop_reason())
+
+    def _stop_reason(self) -> str | int | None:
+        """Return the client's stop string or stop token that ended the choice, as vLLM does."""
+        if self._stops is not None and self._stops.matched is not None:
+            return self._stop_of[self._stops.matched]
+        is_stop = self.reason != "length" and self._last_id in (self._request.stop_token_ids or ())
+        return self._last_id if is_stop else None
 
     def _write(self, events: list[Event], *, is_last: bool = False) -> None:
         if self._hides_reasoning and any(isinstance(event, Reasoning) for event in events):

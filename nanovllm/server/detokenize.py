@@ -107,9 +107,13 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cutter at the first complete stop string. Holds back text that may become one."""
+    """Cutter at the first complete stop string. Holds back text that may become one.
+
+    `matched` is the stop string that ended the text, None before.
+    """
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
+        self.matched: str | None = None
         self._stops = stops
         self._include = include
         self._held = ""
@@ -121,6 +125,7 @@ class StopStrings:
         matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if matches:
             end, at = min(matches)
+            self.matched = text[at:end]
             self._held = ""
             return text[: end if self._include else at], True
         held = max(held_back(text, stop) for stop in self._stops)

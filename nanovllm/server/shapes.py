@@ -45,6 +45,7 @@ class AnswerChoice(Struct, frozen=True):
     message: Answer
     logprobs: ChoiceLogprobs | None
     finish_reason: str
+    stop_reason: str | int | None = None  # the stop string or the client's stop token that matched
     token_ids: list[int] | UnsetType = UNSET
 
 

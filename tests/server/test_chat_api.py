@@ -34,6 +34,7 @@ def test_a_whole_answer(api) -> None:
                 "message": {"role": "assistant", "content": "Hello there!"},
                 "logprobs": None,
                 "finish_reason": "stop",
+                "stop_reason": None,
             }
         ],
         "usage": {
@@ -57,7 +58,14 @@ def test_a_stream(api, tokens_per_step) -> None:
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert content([*chunks, done]) == UNICODE
     last = chunks.pop()
-    assert last["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}]
+    (end,) = last["choices"]
+    assert end == {
+        "index": 0,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": "stop",
+        "stop_reason": None,
+    }
     for chunk in chunks:
         (choice,) = chunk["choices"]
         assert choice["finish_reason"] is None and "\ufffd" not in str(choice)

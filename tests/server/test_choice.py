@@ -199,6 +199,35 @@ def test_stop_strings_count_only_after_min_tokens() -> None:
     assert later[0].startswith(text) and later[3] == "stop"
 
 
+TOGETHER = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+
+
+@pytest.mark.parametrize("form", [{}, {"stream": True}, TOGETHER])
+@pytest.mark.parametrize(
+    ("text", "fields", "expected"),
+    [
+        ("one two three", {"stop": ["three", "wo"]}, ("stop", "wo")),
+        ("one two three", {"stop": "wo", "include_stop_str_in_output": True}, ("stop", "wo")),
+        ("one</think>two", {"stop": ["</think>"]}, ("stop", "</think>")),
+        ("one two", {"stop": ["three"]}, ("stop", None)),
+        ("one<|im_end|>", {"stop_token_ids": [END]}, ("stop", END)),
+        ("one<|im_end|>", {"stop_token_ids": [5]}, ("stop", None)),
+        ("one", {"stop_token_ids": [END]}, ("length", None)),
+        ('<tool_call>{"name": "f"}</tool_call>x', {"stop": ["x"]}, ("tool_calls", "x")),
+    ],
+)
+def test_an_answer_names_the_stop_that_ended_it(text, fields, expected, form) -> None:
+    ids = TOKENIZER.encode(text).ids
+    reason = FinishReason.LENGTH if expected[0] == "length" else FinishReason.STOP
+    session = answered([[i] for i in ids], reason=reason, tools=[TOOL], **fields, **form)
+    if not form:
+        choices = session.body["choices"]
+    else:
+        choices = [event["choices"][0] for event in parsed_events(session.text)[:-1]]
+        assert not any("stop_reason" in choice for choice in choices[:-1])
+    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == expected
+
+
 def test_length_is_never_hidden_by_a_call() -> None:
     ids = TOKENIZER.encode('<tool_call>{"name": "f"}</tool_call>').ids
     session = answered([ids], reason=FinishReason.LENGTH, tools=[TOOL])
