@@ -13,16 +13,17 @@ import signal
 import time
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
-from typing import Any, cast
+from typing import Annotated, Any, cast
 from urllib.parse import urlsplit
 
 import httptools
 import msgspec
 import uvloop
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from nanovllm.bench.measure import Sample
 from nanovllm.bench.workload import Conversation
+from nanovllm.typed_yaml import NOT_JSON
 
 REQUEST_TIMEOUT_S = 600.0
 NOT_SENT = "not sent, because an earlier request of the conversation failed"
@@ -64,6 +65,21 @@ class RunState:
             self.counts[2] += num_tokens
 
 
+Count = Annotated[int, Meta(ge=0, le=1 << 40)]
+
+
+class _PromptDetails(Struct):
+    cached_tokens: Count | None = None
+
+
+class TokenCounts(Struct):
+    """The tokens of an answer, as the server counts them."""
+
+    prompt_tokens: Count
+    completion_tokens: Count
+    prompt_tokens_details: _PromptDetails | None = None
+
+
 class _Delta(Struct):
     content: str | None = None
     reasoning: str | None = None
@@ -76,7 +92,7 @@ class _Choice(Struct):
 
 class _Chunk(Struct):
     choices: list[_Choice] = []
-    usage: dict[str, Any] | None = None
+    usage: TokenCounts | None = None
     error: Any = None  # an object or a text
 
 
@@ -123,18 +139,19 @@ class Channel(asyncio.Protocol):
         self._now = time.perf_counter()
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, msgspec.MsgspecError) as error:
-            self._end(f"bad response: {error}")
+        except httptools.HttpParserError as error:
+            self._end(f"bad response: {error.__context__ or error}")  # the context is of `on_body`
             self._transport.abort()
 
     def on_body(self, body: bytes) -> None:
         if self._parser.get_status_code() != 200:
             self._rest += body
             return
-        *events, self._rest = (self._rest + body).split(b"\n\n")
+        *events, self._rest = (self._rest + body).replace(b"\r\n", b"\n").split(b"\n\n")
         for event in events:
-            if event.startswith(b"data: "):  # otherwise a keep-alive comment
-                self._event(event[6:])
+            for line in event.split(b"\n"):  # others are comments, or fields such as `event`
+                if line.startswith(b"data:"):
+                    self._event(line[5:].lstrip())
 
     def on_message_complete(self) -> None:
         sample, status = self._sample, self._parser.get_status_code()
@@ -157,12 +174,12 @@ class Channel(asyncio.Protocol):
             if delta.content or delta.reasoning or delta.reasoning_content:
                 sample.stamps.append(self._now)
                 if chunk.usage is not None:
-                    sample.counts.append(chunk.usage["completion_tokens"])
+                    sample.counts.append(chunk.usage.completion_tokens)
         if chunk.usage is not None:
-            details = chunk.usage.get("prompt_tokens_details") or {}
-            sample.input_tokens = chunk.usage["prompt_tokens"]
-            sample.output_tokens = chunk.usage["completion_tokens"]
-            sample.cached_tokens = details.get("cached_tokens") or 0
+            details = chunk.usage.prompt_tokens_details or _PromptDetails()
+            sample.input_tokens = chunk.usage.prompt_tokens
+            sample.output_tokens = chunk.usage.completion_tokens
+            sample.cached_tokens = details.cached_tokens or 0
         if chunk.error is not None:
             sample.error = str(chunk.error)[:200]
 
@@ -301,7 +318,12 @@ class _Driver:
         first, channel = await self._prefill.ask(prefill_leg(body))
         if first.error or not isinstance(channel, PrefillChannel):
             return first
-        sample, _ = await self._server.ask(decode_leg(body, channel.answer))
+        try:
+            second = decode_leg(body, channel.answer)
+        except NOT_JSON as error:
+            first.error = f"prefill server: bad response: {error}"
+            return first
+        sample, _ = await self._server.ask(second)
         sample.sent = first.sent  # the client waits for both
         return sample
 

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import takewhile
 from multiprocessing.connection import Connection, wait
 from threading import BrokenBarrierError
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -21,13 +21,14 @@ from msgspec.structs import replace
 
 from nanovllm.bench import client
 from nanovllm.bench.agents import AgentLoad, agent_facts
-from nanovllm.bench.client import Done
+from nanovllm.bench.client import Done, TokenCounts
 from nanovllm.bench.measure import Advance, Outcome, ProgressBar, concluded, now
 from nanovllm.bench.record import without_secrets
 from nanovllm.bench.report import engine_facts, samples_of, speculation
 from nanovllm.bench.started import LiveServer, cpu_facts, cpu_s
 from nanovllm.bench.workload import LEAD, WORDS, Message, Wording, Workload, user
 from nanovllm.config import Config, ConfigError
+from nanovllm.typed_yaml import NOT_JSON
 
 EXPERTS = [f"/debug/experts?engine={at}" for at in range(64)]  # 404 after the last engine
 ROUTE = re.compile(r"(/v1(/chat/completions|/models)?)?/*$")  # path of a copied address
@@ -36,6 +37,28 @@ ServerLoad = Workload | AgentLoad
 SCRAPE_S = 1.0
 PROGRESS_S = 0.2
 SOME_WORDS = WORDS[:64]  # sufficient for distinct prompts
+
+
+T = TypeVar("T")
+
+
+class _Card(Struct):
+    """A model in a server's list."""
+
+    id: str
+    max_model_len: int | None = None
+    owned_by: str | None = None
+    parent: str | None = None  # of an adapter
+
+
+class _Models(Struct):
+    data: list[_Card]
+
+
+class _Whole(Struct):
+    """An answer that is not streamed."""
+
+    usage: TokenCounts
 
 
 class ServerFacts(Struct, frozen=True):
@@ -74,6 +97,17 @@ class _Api:
             raise ConfigError(f"{self.url}{path}: HTTP {reply.status_code}: {reply.text[:300]}")
         return reply
 
+    def answer(self, method: str, path: str, kind: type[T], body: object = None) -> T:
+        """Return an answer in JSON. Raise ConfigError if it has another form."""
+        reply = self.call(method, path, body)
+        try:
+            return msgspec.json.decode(reply.content, type=kind)
+        except NOT_JSON as error:
+            raise ConfigError(
+                f"{self.url}{path} does not answer as OpenAI's API does ({error}); name a server "
+                f"of it with --url. The answer begins with {reply.content[:100]!r}"
+            ) from None
+
     def page(self, path: str) -> str:
         """Return a page; "" if the server does not have it."""
         try:
@@ -87,8 +121,7 @@ class _Api:
     def prompt_tokens(self, fields: Mapping[str, object], messages: list[Message]) -> int:
         """Return the server's number of prompt tokens for a request with these messages."""
         body = dict(fields) | {"messages": messages, "max_tokens": 1}
-        reply = self.call("POST", "/v1/chat/completions", body)
-        return int(reply.json()["usage"]["prompt_tokens"])
+        return self.answer("POST", "/v1/chat/completions", _Whole, body).usage.prompt_tokens
 
 
 def measure_server(
@@ -126,7 +159,7 @@ def measure_server(
         cpu_before = cpu_s(server.pid) if server else {}
         result, peaks = send(load, served.model)
         cpu_after = cpu_s(server.pid) if server else {}
-        after, experts = api.metrics(), "".join(takewhile(bool, map(api.page, EXPERTS))).encode()
+        after, experts = api.metrics(), "".join(takewhile(is_load, map(api.page, EXPERTS))).encode()
     tokens = sum(sample.output_tokens for sample in result.samples if not sample.error)
     (shown,) = without_secrets([command])
     peer = {"model": served.model, "served_by": served.engine, "command": shown}
@@ -148,6 +181,11 @@ def measure_server(
         | ({"start_to_ready_s": server.ready_s} if server else {}),
         conversations=agent_facts(result.samples, before, after) if is_agents else {},
     )
+
+
+def is_load(page: str) -> bool:
+    """Return False for the empty page of a refusal, and for the page of another server."""
+    return page.startswith("{")
 
 
 def described(load: ServerLoad, wording: Wording) -> dict[str, Any]:
@@ -174,15 +212,15 @@ def ask_server(api: _Api, load: ServerLoad) -> tuple[ServerFacts, ServerLoad]:
 
     Short requests measure the tokens of each word, so no tokenizer is needed.
     """
-    models = api.call("GET", "/v1/models").json()["data"]
+    models = api.answer("GET", "/v1/models", _Models).data
     if not models:
         raise ConfigError(f"{api.url}/v1/models lists no model")
-    model, limit = models[0]["id"], models[0].get("max_model_len")
-    adapters = [one["id"] for one in models if one.get("parent")]
+    model, limit = models[0].id, models[0].max_model_len
+    adapters = [one.id for one in models if one.parent]
     if len(adapters) < load.adapters:
         raise ConfigError(f"--adapters {load.adapters}: {api.url} serves {len(adapters)} adapters")
     version = re.findall(r'"version": ?"(.+?)"', api.page("/version"))
-    engine = " ".join([models[0].get("owned_by", "unknown"), *version])
+    engine = " ".join([models[0].owned_by or "unknown", *version])
     options, longest = load.longest_request
     if limit is not None and longest > limit:
         raise ConfigError(

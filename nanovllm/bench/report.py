@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from nanovllm.bench.measure import Outcome
@@ -113,8 +114,13 @@ def vllm_json(outcome: Outcome) -> dict[str, object]:
 
 def samples_of(page: str) -> dict[str, float]:
     """Return a metrics page's values by name and labels."""
-    lines = (line.rsplit(" ", 1) for line in page.splitlines() if line and line[0] != "#")
-    return {parts[0]: float(parts[1]) for parts in lines if len(parts) == 2}
+    values: dict[str, float] = {}
+    for line in page.splitlines():
+        name, space, value = line.rpartition(" ")
+        if line[:1] != "#" and space:
+            with suppress(ValueError):  # of a server whose page has another form
+                values[name] = float(value)
+    return values
 
 
 def positions_of(values: Mapping[str, float]) -> list[float]:
