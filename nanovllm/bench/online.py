@@ -75,11 +75,10 @@ class _Api:
     """Client for the requests that are not measured."""
 
     def __init__(self, url: str, api_key: str | None, prefill_url: str = "") -> None:
-        self.prefill_url = ROUTE.sub("", prefill_url)
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url {url}: write it as http://host:port")
-        url = ROUTE.sub("", url)
+        check_url("--url", url)
+        if prefill_url:
+            check_url("--prefill-url", prefill_url)
+        self.prefill_url, url = ROUTE.sub("", prefill_url), ROUTE.sub("", url)
         self.url, self.api_key = url, api_key
         headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
         # Proxies of the environment must not be used between a benchmark and its server.
@@ -122,6 +121,17 @@ class _Api:
         """Return the server's number of prompt tokens for a request with these messages."""
         body = dict(fields) | {"messages": messages, "max_tokens": 1}
         return self.answer("POST", "/v1/chat/completions", _Whole, body).usage.prompt_tokens
+
+
+def check_url(option: str, url: str) -> None:
+    """Raise ConfigError if a URL is not that of a server."""
+    try:
+        parts = urlsplit(url)
+        is_server = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port above 65535, or half of an IPv6 address
+        is_server = False
+    if not is_server:
+        raise ConfigError(f"{option} {url}: write it as http://host:port")
 
 
 def measure_server(

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -85,10 +86,18 @@ OF_THE_RECIPE = ("overrides", "device", "tp", "dp", "load_format", "eager")
 LOADS = ", ".join(OFFLINE_NAMES)
 FOLDER = click.Path(file_okay=False, writable=True)
 COUNT, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
-POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
-SHARE = click.FloatRange(0, 1, max_open=True)
 GOAL = re.compile(r"(ttft|tpot|e2el):(\d+(?:\.\d+)?)")
 SUBCOMMANDS = ("serve", "throughput", "latency", "sweep", "startup")  # those of vLLM's bench
+
+
+class NumberRange(click.FloatRange):
+    """A range without NaN, which no comparison finds outside of a range."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:  # noqa: ANN401
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is not a number.", param, ctx)
+        return number
 
 
 class SpanType(click.ParamType[tuple[float, float]]):
@@ -136,9 +145,10 @@ GIVEN: tuple[Callable[[Function], Function], ...] = (
            help="Keep N requests in flight, a closed loop (default 8)."),
     option("--sweep", metavar="1,4,16,64", group=LOAD,
            help="Run once for each of these concurrencies, and draw a plot."),
-    option("--request-rate", type=POSITIVE_FLOAT, metavar="R", group=LOAD,
+    option("--request-rate", type=NumberRange(0, min_open=True), metavar="R", group=LOAD,
            help="Send R requests per second, an open loop."),
-    option("--burstiness", type=POSITIVE_FLOAT, default=1.0, metavar="X", group=LOAD,
+    option("--burstiness", type=NumberRange(0, 1e6, min_open=True), default=1.0,
+           metavar="X", group=LOAD,
            help="Spread arrivals as a gamma distribution of this shape. 1 (default) is Poisson, "
                 "less is burstier."),
     option("--num-prompts", type=COUNT, default=0, metavar="N", group=LOAD,
@@ -170,9 +180,10 @@ GIVEN: tuple[Callable[[Function], Function], ...] = (
            help="Send prompts of N tokens, template included (default 1000)."),
     option("--output-len", type=POSITIVE, default=256, metavar="N", group=ANSWERS,
            help="Generate N tokens (default 256)."),
-    option("--range-ratio", type=SHARE, default=0.0, metavar="X", group=ANSWERS,
+    option("--range-ratio", type=NumberRange(0, 1, max_open=True), default=0.0,
+           metavar="X", group=ANSWERS,
            help="Vary both lengths by up to this share, up and down (default 0)."),
-    option("--temperature", type=click.FloatRange(0, 2), default=0.6, metavar="X", group=ANSWERS,
+    option("--temperature", type=NumberRange(0, 2), default=0.6, metavar="X", group=ANSWERS,
            help="Sample at this temperature (default 0.6)."),
     option("--ignore-eos/--no-ignore-eos", default=True, group=ANSWERS,
            help="Generate exactly --output-len tokens (default), or let answers end."),

@@ -134,6 +134,17 @@ def test_a_server_of_another_kind_is_named(path: str, answer: object, error: str
     assert str(refused.value).startswith(where) and "The answer begins with b" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["h:1", "http://", "ftp://h:1", "http://[::1", "http://h:99999", "http://h:0", "http://h:x"],
+)
+def test_an_address_of_no_server_is_refused(url: str) -> None:
+    for option, urls in (("--url", (url,)), ("--prefill-url", ("http://h:1", url))):
+        with pytest.raises(ConfigError) as refused:
+            online._Api(urls[0], None, *urls[1:])
+        assert str(refused.value) == f"{option} {url}: write it as http://host:port"
+
+
 def test_pages_of_another_kind_are_no_metrics() -> None:
     page = '<html>\na page\n# HELP x y\nup 1\nname{a="b c"} 2.5\n\nlast +Inf\n</html>'
     assert samples_of(page) == {"up": 1.0, 'name{a="b c"}': 2.5, "last": float("inf")}

@@ -27,6 +27,23 @@ def test_senseless_options_of_agents_are_refused(arguments: list[str], message: 
     assert isinstance(error, ConfigError) and message in str(error)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--request-rate", "nan", "nan is not a number"),
+        ("--burstiness", "nan", "nan is not a number"),
+        ("--burstiness", "inf", "inf is not in the range"),
+        ("--range-ratio", "nan", "nan is not a number"),
+        ("--range-ratio", "1", "1.0 is not in the range"),
+        ("--temperature", "-nan", "-nan is not a number"),
+    ],
+)
+def test_numbers_are_in_their_range(option: str, value: str, message: str) -> None:
+    found = CliRunner().invoke(bench, [f"{option}={value}"])
+    assert found.exit_code == 2
+    assert f"Invalid value for '{option}': {message}" in found.output
+
+
 def test_a_span_is_two_numbers() -> None:
     found = CliRunner().invoke(bench, ["--workload", "agents", "--growth", "2:4"])
     assert found.exit_code == 2 and "2:4: write two numbers, as in 200-4000" in found.output
