@@ -232,8 +232,8 @@ def parse_request(
 ) -> ChatRequest:
     """Return a request with every field in range. Raise ApiError.
 
-    `allowed` has the ranges of this server. `other_names` and `paths` are aliases of `model`, and
-    `adapters` are further names; a refusal lists all but the paths.
+    `allowed` has the ranges of this server. `other_names` and `paths` are aliases of `model`, as is
+    an empty string. `adapters` are further names. A refusal lists all but the paths.
     """
     try:
         request = decoded(body, _decoder.decode)
@@ -243,8 +243,8 @@ def parse_request(
             raise invalid_field(refusal.param, text) from None
         raise
     names = [model, *other_names, *adapters]
-    if request.model not in (None, *names) and request.model not in paths:
-        raise unknown_model(str(request.model), names)
+    if request.model and request.model not in names and request.model not in paths:
+        raise unknown_model(request.model, names)
     check_unsupported(request)
     for field, limits in allowed.items():
         if (value := getattr(request, field)) is not None and not limits.holds(value):

@@ -108,6 +108,6 @@ class Served:
         with RefusalKind.NO_ADAPTER.
         """
         model = request.model
-        if model is None or model in self.names or model in self.paths:
+        if not model or model in self.names or model in self.paths:
             return ""
         return model

@@ -84,8 +84,9 @@ def test_more_choices_than_may_wait_are_refused_for_good(tmp_path, most: int, wa
 def test_every_name_of_the_model_is_accepted_and_a_wrong_one_lists_them(tmp_path) -> None:
     model = served(tmp_path / "my-model", {}, None, "server.served_name=prod")
     assert model.names == ["prod", "my-model", "mine"] and model.name == "mine"
-    for name in (None, "prod", "my-model", "mine", str(tmp_path / "my-model")):
-        assert model.request(msgspec.json.encode({**HELLO, "model": name})).model == name
+    for name in (None, "", "prod", "my-model", "mine", str(tmp_path / "my-model")):
+        request = model.request(msgspec.json.encode({**HELLO, "model": name}))
+        assert (request.model, model.adapter_of(request)) == (name, "")
     with pytest.raises(ApiError) as caught:
         model.request(msgspec.json.encode({**HELLO, "model": "gpt-9"}))
     assert (caught.value.status, caught.value.param) == (404, "model")

@@ -75,11 +75,13 @@ def test_all_names_of_a_model(tmp_path, monkeypatch) -> None:
             assert api.chat(model=name, max_tokens=1).json()["model"] == name
             streamed = api.events(model=name, max_tokens=1)
             assert {event["model"] for event in streamed[:-1]} == {name}
-        assert api.chat(max_tokens=1).json()["model"] == "mine"
+        for given in ({}, {"model": None}, {"model": ""}):  # any of these is the served model
+            assert api.chat(**given, max_tokens=1).json()["model"] == "mine"
+            assert {event["model"] for event in api.events(**given, max_tokens=1)[:-1]} == {"mine"}
         for asked in (
             api.chat(model="Qwen/Qwen3-8B"),
             api.chat(model="qwen/qwen3-0.6b"),
-            api.chat(model=""),
+            api.chat(model=" "),
             api.http.get("/v1/models/Qwen/Qwen3-8B"),
         ):
             found = asked.json()["error"]
