@@ -49,7 +49,7 @@ class Options(Struct, frozen=True, kw_only=True):
     sweep: str | None
     request_rate: float | None
     burstiness: float
-    num_prompts: int  # 0 if it is not given
+    num_prompts: int | None
     warmup: int | None
     seed: int
     processes: int | None
@@ -151,7 +151,7 @@ GIVEN: tuple[Callable[[Function], Function], ...] = (
            metavar="X", group=LOAD,
            help="Spread arrivals as a gamma distribution of this shape. 1 (default) is Poisson, "
                 "less is burstier."),
-    option("--num-prompts", type=COUNT, default=0, metavar="N", group=LOAD,
+    option("--num-prompts", type=POSITIVE, metavar="N", group=LOAD,
            help="Send N requests (default: 8 for each in flight, at most 1024)."),
     option("--warmup", type=COUNT, metavar="N", group=LOAD,
            help="Send N requests first that are not measured (default: the concurrency)."),

@@ -74,5 +74,5 @@ def test_options_have_the_names_and_types_of_the_command_line() -> None:
     typed = ["demo", "--start", "--set", "a=1", "--set", "b=2", "--tp", "2", "--growth", "20-40"]
     found = options(*typed)
     assert (found.recipe, found.overrides, found.tp) == ("demo", ("a=1", "b=2"), 2)
-    assert (found.growth, found.num_prompts, found.warmup) == ((20, 40), 0, None)
+    assert (found.growth, found.num_prompts, found.warmup) == ((20, 40), None, None)
     assert msgspec.convert(asdict(found), Options, strict=True) == found

@@ -39,6 +39,8 @@ def said(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
         (("bench", "--api-key", "a\nb"), "--api-key has control characters"),
         (("bench", "--concurrency", "0"), "Invalid value for '--concurrency': 0 is not in the "
                                           "range x>=1."),
+        (("bench", "--num-prompts", "0"), "Invalid value for '--num-prompts': 0 is not in the "
+                                          "range x>=1."),
         (("bench", "--temperature", "3"), "Invalid value for '--temperature': 3.0 is not in the "
                                           "range 0<=x<=2."),
         (("bench", "--ignore-eos=1"), "Option '--ignore-eos' does not take a value."),
