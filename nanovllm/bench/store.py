@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import re
+import tempfile
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -79,6 +80,18 @@ def write(result: Record, results_dir: Path) -> EntryPlace:
     entry, path = entry_of(result), folder_of(result, results_dir) / FILE
     append(path, [entry])
     return EntryPlace(path, entry.id)
+
+
+def check_writable(results_dir: Path) -> None:
+    """Make the folder. Raise ConfigError if it cannot be made, or no file can be written there."""
+    try:
+        results_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=results_dir):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--results-dir {results_dir}: no record can be written there ({error.strerror})"
+        ) from None
 
 
 def put(result: Record, where: Path) -> None:

@@ -69,6 +69,7 @@ def bench(ctx: click.Context, /, **given: Any) -> None:  # noqa: ANN401 - of the
         compare(options, typed)
         return
     check(options, typed)
+    store.check_writable(Path(options.results_dir))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that started processes are ended
     extras = [(), *(tuple(text.split(",")) for text in options.ablate)]
     configs = [engine_config(options, extra) for extra in extras]  # checked before measurements

@@ -84,7 +84,6 @@ NOT_OF_AGENTS = {*Workload.__struct_fields__} - {*AgentLoad.__struct_fields__}
 ONLINE_ONLY = {*Workload.__struct_fields__, *OF_A_SERVER, *OF_AGENTS} - {"seed", "adapters"}
 OF_THE_RECIPE = ("overrides", "device", "tp", "dp", "load_format", "eager")
 LOADS = ", ".join(OFFLINE_NAMES)
-FOLDER = click.Path(file_okay=False, writable=True)
 COUNT, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 GOAL = re.compile(r"(ttft|tpot|e2el):(\d+(?:\.\d+)?)")
 SUBCOMMANDS = ("serve", "throughput", "latency", "sweep", "startup")  # those of vLLM's bench
@@ -191,7 +190,7 @@ GIVEN: tuple[Callable[[Function], Function], ...] = (
            help="Let every answer follow a JSON schema."),
     option("--goodput", multiple=True, metavar="ttft|tpot|e2el:MS", group=OUTPUT,
            help="Count the requests per second within this limit. May be repeated."),
-    option("--results-dir", type=FOLDER, default="results", metavar="FOLDER", group=OUTPUT,
+    option("--results-dir", default="results", metavar="FOLDER", group=OUTPUT,
            help="Write records under this folder (default results)."),
     option("--json-out", type=FILE, metavar="FILE", group=OUTPUT,
            help="Also write the results under vLLM's key names."),

@@ -86,11 +86,35 @@ def test_a_wrong_load_is_refused_before_a_server_starts(
     assert isinstance(error, ConfigError) and str(error).startswith(f"{wrong[0]} {wrong[1]}: write")
 
 
-def test_records_that_could_not_be_written_are_refused_at_once(tmp_path: Path) -> None:
-    taken = tmp_path / "taken"
-    taken.write_text("")
-    done = CliRunner().invoke(command.bench, ["--offline", "--results-dir", str(taken)])
-    assert done.exit_code == 2 and f"'{taken}' is a file" in done.output
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        ("taken", "File exists"),
+        ("taken/results", "Not a directory"),
+        ("n" * 256, "File name too long"),
+        ("/proc", "No such file or directory"),  # a folder in which even root writes no file
+        ("/proc/results", "No such file or directory"),
+    ],
+    ids=["file", "below a file", "long", "unwritable", "below an unwritable one"],
+)
+def test_records_that_could_not_be_written_are_refused_at_once(
+    folder: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: object) -> None:
+        raise AssertionError("a run starts")
+
+    monkeypatch.setattr(command, "run", run)
+    (tmp_path / "taken").write_text("")
+    path = tmp_path / folder
+    error = CliRunner().invoke(command.bench, ["--offline", "--results-dir", str(path)]).exception
+    assert isinstance(error, ConfigError)
+    assert str(error) == f"--results-dir {path}: no record can be written there ({reason})"
+
+
+def test_records_are_compared_in_a_folder_that_is_not_writable() -> None:
+    arguments = ["--compare", "3f2a9c1b", "77d0e4a2", "--results-dir", "/proc"]
+    error = CliRunner().invoke(command.bench, arguments).exception
+    assert isinstance(error, ConfigError) and str(error).startswith("no record 3f2a9c1b in /proc;")
 
 
 def test_a_key_may_have_any_letters() -> None:

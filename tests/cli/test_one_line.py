@@ -43,6 +43,8 @@ def said(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
                                           "range x>=1."),
         (("bench", "--temperature", "3"), "Invalid value for '--temperature': 3.0 is not in the "
                                           "range 0<=x<=2."),
+        (("bench", "--results-dir", "/dev/null"), "--results-dir /dev/null: no record can be "
+                                                  "written there (File exists)"),
         (("bench", "--ignore-eos=1"), "Option '--ignore-eos' does not take a value."),
         (("check-kernels", "--tp", "0"), "Invalid value for '--tp': 0 is not in the range x>=1."),
         (("profile-kv", "--lengths", "0"), "--lengths 0: write numbers from 1, none twice, as in "
