@@ -113,7 +113,11 @@ SERVERS: Table = {
                  "max-parallel-loading-workers model-checksum delete-ckpt-after-loading "
                  "enable-multithread-load", "safetensors are loaded by all ranks at once"),
         use("config", "RECIPE", "a YAML file: `nanovllm serve my.yaml`"),
-        never("*lora* -*lora*", "serve adapters with --set adapters.folder=DIR"),
+        use("enable-lora lora-modules lora-paths", "--set adapters.folder=DIR",
+            "with a folder for each adapter; a request names one as its model"),
+        use("max-loras max-loras-per-batch", "--set adapters.slots={N}"),
+        use("max-lora-rank", "--set adapters.max_rank={N}"),
+        never("*lora* -*lora*", "only the keys of `adapters` in a recipe"),
         never("runner convert task is-embedding pooler-config pooling-* override-pooler-config "
               "mm-* *-mm-* *multimodal* *media* *image* *video* asr-* *encoder* "
               "language-model-only language-only limit-mm-* enable-mis enable-prompt-embeds "
@@ -151,12 +155,16 @@ SERVERS: Table = {
         needless("prefix-caching-hash-algo prefix-cache-retention-interval prefix-match-unit "
                  "radix-cache-backend radix-eviction-policy* use-v2-block-manager",
                  "the pages used longest ago are reused first"),
-        never("swap-space cpu-offload-* offload-* hicache-* enable-hicache enable-lmcache "
-              "lmcache-* enable-hierarchical-cache hierarchical-* kv-offloading-* enable-flexkv "
-              "flexkv-* hisparse-* enable-hisparse unified-cache-* enable-unified-* "
-              "enable-cumem-allocator enable-shm-tensor-arena enable-weights-cpu-backup kt-* "
-              "ple-offload-* weight-offload-* *paged-experts*",
-              "weights and pages stay in the GPU's memory"),
+        use("kv-offloading-size hicache-size swap-space enable-hierarchical-cache enable-hicache "
+            "enable-lmcache", "--set cache.host_gib=GIB", "of host memory for each rank"),
+        use("hicache-storage-backend", "--set 'cache.disk={path: DIR, gib: N}'",
+            "below cache.host_gib"),
+        never("hicache-* lmcache-* hierarchical-* kv-offloading-* enable-flexkv flexkv-* "
+              "hisparse-* enable-hisparse unified-cache-* enable-unified-*",
+              "only cache.host_gib and cache.disk"),
+        never("cpu-offload-* offload-* enable-cumem-allocator enable-shm-tensor-arena "
+              "enable-weights-cpu-backup kt-* ple-offload-* weight-offload-* *paged-experts*",
+              "weights stay in the GPU's memory"),
         use("mamba-ssm-cache-dtype mamba-ssm-dtype mamba-cache-dtype",
             "--set cache.state_dtype={DTYPE}", "float32 or bfloat16"),
         use("mamba-full-memory-ratio", "--set cache.checkpoint_fraction={SHARE}"),
@@ -193,7 +201,7 @@ SERVERS: Table = {
               "dwdp-size shared-experts-tp-size", "experts stay where they were placed"),
         never("pipeline-parallel-size pp-size -pp pp-*", "use --tp"),
         never("*context-parallel-size -dcp -pcp dcp-* cp-* attn-cp-size *-cp-* enable-prefill-cp "
-              "ubatch-size", "use --tp, or parallel.ep for attention by data"),
+              "ubatch-size", "use --tp, or parallel.ep for data-parallel attention"),
         never("nnodes node-rank -n -r master-addr master-port dist-init-addr nccl-* "
               "data-parallel-* -dpa -dpb -dpe -dph -dpl -dpm -dpn -dpp -dpr headless "
               "dp-supervisor-* enable-scale-out", "a server runs on one host"),
@@ -341,7 +349,9 @@ SERVERS: Table = {
     ),
     "Other": (
         use("kv-events-config", "--set kv_events.endpoint=ADDRESS", "tcp://HOST:PORT; a section"),
-        never("kv-transfer-config kv-sharing-* disaggregation-* ec-* "
+        use("kv-transfer-config disaggregation-mode", "--role ROLE",
+            "prefill or decode, with a recipe's section transfer"),
+        never("kv-sharing-* disaggregation-* ec-* "
               "mooncake-* enable-pd* pdmux-* enable-kv-cache-sharding enable-linker-* "
               "num-reserved-decode-tokens", "use --role and a recipe's section transfer"),
         never("dllm-* diffusion-config engram-config modelopt-* forward-hooks additional-config "
@@ -375,6 +385,7 @@ BENCH: Table = {
         needless("model served-model-name tokenizer tokenizer-* tokenize-prompt",
                  "the server names its model and counts its tokens"),
         needless("trust-remote-code skip-tokenizer-init skip-chat-template apply-chat-template"),
+        use("lora-modules lora-name", "--adapters N", "N of the server's adapters in turn"),
         never("header insecure lora-* *lora* extra-body extra-request-body request-id-prefix "
               "chat-template-kwargs bench-mode pd-separated profile profile-*"),
         needless("ready-check-timeout-sec", "--start waits until the server is ready"),
