@@ -23,7 +23,7 @@ FILE = re.compile(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|md))`")
 
 def glossary(text: str) -> dict[str, str]:
     """Return nanovllm's words and vLLM's words for them."""
-    lines = text.partition("## Words")[2].partition("\n## ")[0].splitlines()
+    lines = text.partition("## Glossary")[2].partition("\n## ")[0].splitlines()
     cells = [
         [cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines if "|" in line
     ]
