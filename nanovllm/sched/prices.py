@@ -27,6 +27,7 @@ class DraftPrices:
 
     def __init__(self) -> None:
         self._periods_s: dict[tuple[int, int], deque[float]] = {}
+        self._medians_s: dict[tuple[int, int], float] = {}  # of those with at least LEAST steps
         self._plain_at: dict[int, int] = {}  # index of the latest planned step without drafts
         self._planned: dict[int, tuple[int, int]] = {}  # classes of the steps to be measured
 
@@ -56,7 +57,10 @@ class DraftPrices:
         """
         kind = self._planned.pop(step, None)
         if kind is not None and period_s > 0:
-            self._periods_s.setdefault(kind, deque(maxlen=WINDOW)).append(period_s)
+            periods_s = self._periods_s.setdefault(kind, deque(maxlen=WINDOW))
+            periods_s.append(period_s)
+            if len(periods_s) >= LEAST:
+                self._medians_s[kind] = median(periods_s)
 
     def ratio(self, num_rows: int, num_drafts: int) -> float | None:
         """Return the period of a step with these drafts in periods of one without.
@@ -65,11 +69,7 @@ class DraftPrices:
         rows have been measured.
         """
         rows, drafts = row_class(num_rows), size_class(num_drafts)
-        known = {
-            kind[1]: median(periods)
-            for kind, periods in self._periods_s.items()
-            if kind[0] == rows and len(periods) >= LEAST
-        }
+        known = {kind[1]: value_s for kind, value_s in self._medians_s.items() if kind[0] == rows}
         plain_s = known.pop(0, None)
         if plain_s is None or not known:
             return None
