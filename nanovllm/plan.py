@@ -101,8 +101,8 @@ class StepPlan(Struct, frozen=True, array_like=True):
     drafts: bytes = b""
     # With several lanes: the maximum over lanes of the step's tokens. 0 with one lane.
     lane_tokens: int = 0
-    # Whether a draft model proposes drafts for the next step. It always computes its keys and
-    # values of the step's tokens.
+    # Whether drafts are proposed for the next step, and reported. A draft model always computes its
+    # keys and values of the step's tokens.
     proposes: bool = True
     # With several lanes and drafts by a model: whether the rows of any lane have masks. No lane
     # draws before these are known, since drafting may exchange tokens over lanes.
@@ -275,7 +275,7 @@ class StepResult:
     logprobs: tuple[RowLogprobs, ...] = ()
     # [sampling rows, 1 + D]: the number of drafts for a row's next step, then D tokens. The next
     # step may feed all D; those after the real drafts are fillers, accepted only by chance. None
-    # without a drafter.
+    # without a drafter, or if the plan wants none (StepPlan.proposes).
     drafts: Int32 | None = None
 
 

@@ -147,7 +147,9 @@ def start_copy(
 ) -> StepCopy:
     """Enqueue the copies to the host. Do not wait."""
     num_rows = len(rows.slots_R)  # a graph may have padding rows
-    drafts = None if drafts_RX is None else to_host(drafts_RX[:num_rows])
+    # A graph may have looked up drafts that the plan does not want.
+    wanted_RX = drafts_RX if rows.proposes else None
+    drafts = None if wanted_RX is None else to_host(wanted_RX[:num_rows])
     if logprobs is not None:
         logprobs = logprobs_to_host(logprobs)
     return StepCopy(to_host(tokens_RW[:num_rows]), drafts, logprobs, rows)

@@ -54,7 +54,7 @@ class Forwarded:
 class Written(NamedTuple):
     """Sampled tokens and new drafts, both int32. Under a graph, they are static and may be padded.
 
-    `drafts_RX` is that of plan.StepResult, and None without a drafter.
+    `drafts_RX` is that of plan.StepResult, and None if no drafter has run.
     """
 
     tokens_RW: Tensor  # each row's new tokens, then -1
@@ -252,7 +252,7 @@ class Runner:
         drafter, batch = self.drafter, forwarded.batch
         accept = drafter.accept if drafter is not None else None
         tokens_RW = self.prep.write_back(rows, batch, tokens_S, accept)
-        if drafter is None:
+        if drafter is None or not (rows.proposes or self.draft_model):
             return Written(tokens_RW, None)
         slots, has_lanes = self.slots, self.sampler.shard.mesh.lanes > 1
         # The tokens of a graph are those of all lanes.

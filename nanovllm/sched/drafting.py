@@ -5,10 +5,14 @@ history is one number, the fraction of accepted drafts among those compared, in 
 count more. The k-th draft is accepted with that fraction to the power of k. The cost of a draft, in
 tokens, rises with the number of rows: few rows leave arithmetic units idle, many use all of them.
 All drafts of a step together must gain more than their measured price (prices.py). Until it is
-measured, a fixed estimate takes its place. If drafts found by prompt lookup do not pay, this
-is not decided again for a few steps, since it takes the host a tenth of a millisecond. Rows whose
-drafts fail stop within a dozen steps. They probe again all together, in few steps, and less and
-less often while no draft is accepted. New rows start with the average over all rows.
+measured, a fixed estimate takes its place. Rows whose drafts fail stop within a dozen steps. They
+probe again all together, in few steps, and less and less often while no draft is accepted. New rows
+start with the average over all rows.
+
+Decision: if drafts found by prompt lookup do not pay, or none of many rows has found any, a rest
+begins. For up to MOST_SKIPPED steps nothing is decided again, and only the last two of these steps
+look drafts up and report them. The decision takes the host a tenth of a millisecond. A copy of
+drafts and their report take half as long, and the demo's step of 64 rows takes 0.4 ms in all.
 
 Decision: the probability that a draft model gives to its draft has no part in it. A step is planned
 before the drafts that it feeds are drawn. Only the probability of the previous draft is known then,
@@ -40,13 +44,18 @@ PROBE_EVERY, PROBE_DRAFTS = 16, 2  # steps between probes (more with many rows),
 PROBE_SHARE = 0.01  # greatest share of the time for probes, which makes dear ones rarer
 MOST_DOUBLED = 4  # times that the steps between probes double while none is accepted
 MOST_SKIPPED = 16  # most steps without another decision after drafts did not pay
+# Steps without another decision after no row had found a draft: one for this number of rows.
+ROWS_OF_SKIPPED = 8
+# Steps that propose drafts before those are fed: one whose report arrives in time for the decision,
+# and the one whose drafts are fed.
+PROPOSED_BEFORE = 2
 
 
 class Drafting:
     """Acceptance histories and latest drafts of the rows.
 
-    A draft model proposes drafts only after steps that ask for them. Prompt lookup always does, and
-    reports how many it has found.
+    Drafts are proposed only at the end of steps that ask for them. Prompt lookup reports how many
+    it has found.
     """
 
     def __init__(self, num_slots: int, drafts: Drafts) -> None:
@@ -88,14 +97,7 @@ class Drafting:
             found_R = np.minimum(self.most * self._proposed, most_R).astype(np.int32)
         else:
             found_R = np.minimum(self._found[slots_R], most_R)
-        drafts_R = found_R
-        if self.adapt and np.count_nonzero(found_R):
-            drafts_R, is_probe = self._worthwhile(step, slots_R, found_R)
-            if is_probe and drafts_R.any():
-                self._failed_probes += 1
-            elif is_probe and not self.has_model:
-                every = self._probe_every(len(slots_R))
-                self._skip_until = min(step + MOST_SKIPPED, step - step % every + every)
+        drafts_R = self._adapted(step, slots_R, found_R) if self.adapt else found_R
         self._num_fed = int(drafts_R.sum())
         if self._num_fed > budget:  # the first rows have precedence
             before_R = drafts_R.cumsum(dtype=np.int32) - drafts_R
@@ -103,15 +105,37 @@ class Drafting:
             self._num_fed = int(drafts_R.sum())
         return drafts_R
 
-    def plan_proposals(self, step: int, slots_R: SlotIndices) -> bool:
-        """Return whether a draft model proposes drafts at the end of a step with these rows.
+    def _adapted(self, step: int, slots_R: SlotIndices, found_R: Int32) -> Int32:
+        """Return the number of drafts that each row feeds. Begin a rest if there are none."""
+        num_rows = len(slots_R)
+        if not np.count_nonzero(found_R):
+            self._rest(step, num_rows // ROWS_OF_SKIPPED)
+            return found_R
+        drafts_R, is_probe = self._worthwhile(step, slots_R, found_R)
+        if is_probe and drafts_R.any():
+            self._failed_probes += 1
+        elif is_probe:
+            every = self._probe_every(num_rows)
+            self._rest(step, every - step % every)
+        return drafts_R
 
-        It does if they would be fed in the next step. Called once for each planned step.
+    def _rest(self, step: int, num_steps: int) -> None:
+        """Feed no drafts found by prompt lookup before step + num_steps, or MOST_SKIPPED."""
+        if not self.has_model:
+            self._skip_until = step + min(num_steps, MOST_SKIPPED)
+
+    def plan_proposals(self, step: int, slots_R: SlotIndices) -> bool:
+        """Return whether drafts are proposed at the end of a step with these rows.
+
+        A draft model proposes drafts that would be fed in the next step. Prompt lookup does unless
+        the host rests from drafts. Called once for each planned step.
         """
         if not self.adapt or not self.most:
             return self._proposed
         num_rows, num_fed, self._num_fed = len(slots_R), self._num_fed, 0
-        if self.has_model and num_rows:
+        if not self.has_model:
+            self._proposed = step + PROPOSED_BEFORE >= self._skip_until
+        elif num_rows:
             most_R = np.full(num_rows, self.most, np.int32)
             self._proposed = bool(self._worthwhile(step + 1, slots_R, most_R)[0].any())
         if not self.has_model or self._proposed == (num_fed > 0):

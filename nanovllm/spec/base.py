@@ -37,7 +37,7 @@ class DraftStep:
     batch: Batch
     num_tokens: int  # of the rows
     # Whether a draft model proposes drafts: some row draws tokens, and the plan wants drafts. It is
-    # the same in all lanes.
+    # the same in all lanes. Other drafters run only if the plan wants drafts, or in a graph.
     proposes: bool
     # With several lanes: the number of tokens that each of them exchanges in a pass. Else 0.
     lane_tokens: int

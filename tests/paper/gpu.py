@@ -302,7 +302,7 @@ class PaperGPU:
         self.unsampled = None
         lines = np.array(sampled[::-1], np.int32).reshape(-1, most)
         drafts = np.array(found[::-1], np.int32).reshape(-1, 1 + self.most_drafts)
-        told = drafts if self.most_drafts else None
+        told = drafts if self.most_drafts and plan.proposes else None
         return StepResult(plan.step, lines, tuple(logprobs[::-1]), told)
 
     def _allowed(self, plan: StepPlan, rows: list[Row], masks: Masks | None) -> dict[int, list]:
@@ -346,7 +346,7 @@ class PaperGPU:
         """Return the number of drafts found for a sampled row, then all drafts with fillers."""
         if not (most := self.most_drafts):
             return [0]
-        if self.layers is not None and not proposes:
+        if not proposes:
             slot.found = 0
             slot.tokens += [0] * most
             return [0] * (1 + most)

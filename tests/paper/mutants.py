@@ -216,6 +216,8 @@ MUTANTS = [
     Mutant("drafting has pages beyond the limit", SCHEDULER, "reach_R = np.minimum(ends_R + drafts_R + self.tokens_ahead, decoding.limit[slots_R])", "reach_R = ends_R + drafts_R + self.tokens_ahead", "test_pages_are_granted_before_drafting_needs_them"),
     Mutant("drafting gets one page a step", SCHEDULER, "            if not any(granted):\n", "            if granted:\n", "test_pages_are_granted_before_drafting_needs_them"),
     Mutant("a model proposes whatever its drafts are worth", DRAFTING, "bool(self._worthwhile(step + 1, slots_R, most_R)[0].any())", "True", "test_a_model_whose_drafts_fail_proposes_in_few_steps"),
+    Mutant("drafts are looked up after a rest, not before its end", DRAFTING, "step + PROPOSED_BEFORE >=", "step >=", "test_drafts_that_fail_are_looked_up_in_few_steps"),
+    Mutant("drafts that fail are looked up in every step", DRAFTING, "step + PROPOSED_BEFORE >= self._skip_until", "True", "test_drafts_that_fail_are_looked_up_in_few_steps"),
     Mutant("drafts are fed that no step proposed", DRAFTING, "self.most * self._proposed", "self.most", "test_a_model_whose_drafts_fail_proposes_in_few_steps"),
     Mutant("drafts have the noise of the token before", DRAFTER, "logits_RV, slots_R, newest_R + nth)", "logits_RV, slots_R, newest_R + nth - 1)", "test_all_drafts_of_the_target_itself_are_accepted[16-hot]"),
     Mutant("later passes are one position late", DRAFTER, "drafts[-1], newest_R + nth - 1)", "drafts[-1], newest_R + nth)", "test_all_drafts_of_the_target_itself_are_accepted"),

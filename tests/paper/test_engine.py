@@ -6,6 +6,7 @@ tests/paper/test_random_batches.py covers combinations.
 from __future__ import annotations
 
 from array import array
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -322,6 +323,25 @@ def test_drafts_are_counted_by_position(depth) -> None:
     assert stats.accepted_tokens == sum(right)
     assert stats.accepted_by_position == [sum(r > nth for r in right) for nth in range(3)]
     assert 0 < stats.accepted_by_position[2] < stats.accepted_by_position[0]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_drafts_that_fail_are_looked_up_in_few_steps(depth: int) -> None:
+    """Drafts are fed only after a step that proposed them, and gain again once they are right."""
+    engine = PaperEngine(num_pages=400, num_slots=4, budget=64, depth=depth, drafts=3)
+    engine.gpu.wrong_every = 1
+    for i in range(4):
+        engine.say(generate(i, [i] * 6, 300))
+    for _ in range(100):
+        engine.step()
+    usual = engine.plans[30:]
+    assert 4 <= sum(plan.proposes for plan in usual) <= len(usual) // 4
+    engine.gpu.wrong_every = 1000
+    engine.finish_all()
+    assert all(bool(plan.drafts) <= before.proposes for before, plan in pairwise(engine.plans))
+    assert len(engine.plans) < 260
+    for i in range(4):
+        assert engine.text[i] == solo_run([i] * 6, 300, [], recurrent=False)
 
 
 def test_drafts_leave_prompts_half_of_the_tokens() -> None:

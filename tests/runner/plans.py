@@ -45,6 +45,7 @@ class Plans:
         clean: Sequence[int] = (),
         copies: Sequence[tuple[int, int]] = (),
         drafts: Sequence[int] = (),
+        proposes: bool = True,
     ) -> dict[int, int]:
         """Run a step and return each slot's first new token.
 
@@ -65,6 +66,7 @@ class Plans:
             clean=list(clean),
             copies=list(copies),
             drafts=np.array(drafts, np.int32).tobytes(),
+            proposes=proposes,
         )
         handle = self.runner.launch(plan)
         if plan.masked:

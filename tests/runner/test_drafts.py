@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from nanovllm.runner import results
 from nanovllm.runner.batch import BatchPrep, Slots
 from nanovllm.runner.runner import Runner
 from nanovllm.sampling.sampler import Sampler
@@ -141,3 +145,34 @@ def test_drafts_beside_a_chunk_are_replayed_piecewise(runner: Runner) -> None:
         tokens = alone(runner, slot, WISHES["greedy"])
         assert plans.lines[slot] == tokens[1 : 1 + len(plans.lines[slot])] != []
     assert plans.lines[3] == alone(runner, 3, WISHES["greedy"])[:1]
+
+
+def test_a_step_that_proposes_nothing_looks_nothing_up(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its drafter does not run, and one tensor is copied to the host instead of two."""
+    oracle, counts = Oracle(1), Counter[str]()
+
+    def counted(name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: object) -> Tensor:
+            counts[name] += 1
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(oracle, "propose", counted("lookups", oracle.propose))
+    monkeypatch.setattr(runner, "drafter", oracle)
+    monkeypatch.setattr(results, "to_host", counted("copies", results.to_host))
+    plans, found = Plans(runner), []
+    for number in range(COUNT):
+        proposes = number % 8 == 0
+        before = counts.copy()
+        if number:
+            plans.step((), [0], proposes=proposes)
+        else:
+            plans.step([admit(0, PROMPTS[0], pages_of(0))], (), {0: len(PROMPTS[0])})
+        assert counts - before == Counter(copies=1 + proposes, lookups=int(proposes))
+        assert plans.result is not None and (plans.result.drafts is not None) == proposes
+        found += plans.lines[0]
+    assert counts["lookups"] == 3
+    assert found == alone(runner, 0, WISHES["greedy"])

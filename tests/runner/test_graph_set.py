@@ -68,8 +68,10 @@ def test_a_decode_step_replays_its_forward_pass_and_a_draw(runner: Runner) -> No
     plans = begun(runner, Sampling(temperature=0.0))
     assert replays(runner.graphs.plain)["mixed"] == 3
     assert replayed(runner, plans, [0, 1, 2]) == {"decode": 1, "draw": 1}
+    assert plans.result is not None and plans.result.drafts is not None
     found = replayed(runner, plans, [0, 1, 2], proposes=False)
     assert found == {"decode": 1, "draw without drafts": 1}
+    assert plans.result.drafts is None
 
 
 def test_rows_with_more_than_a_temperature_draw_eagerly(runner: Runner) -> None:

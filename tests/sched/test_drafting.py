@@ -45,12 +45,14 @@ class Device:
         self.random = np.random.default_rng(0)
         self.cost = 0.0
         self.fed: list[int] = []  # drafts of each step
+        self.looked_up: list[bool] = []  # of each step: whether it proposes and reports drafts
 
     def run(self, plan: StepPlan, requests: list[int]) -> StepResult:
         num_rows = len(requests)
         drafts = np.zeros(num_rows, np.int32)
         drafts[: plan.num_decodes] = np.frombuffer(plan.drafts, np.int32) if plan.drafts else 0
         self.fed.append(int(drafts.sum()))
+        self.looked_up.append(plan.proposes)
         share = self.fed[-1] / (D * num_rows)
         self.cost += self.least + share * (self.dear - self.least) if share else 1.0
         rates = np.array([self.accept[i % len(self.accept)] for i in requests]).reshape(-1, D)
@@ -61,7 +63,8 @@ class Device:
         lines[:, 1:][~right] = -1
         told = np.full((num_rows, 1 + D), 5, np.int32)
         told[:, 0] = self.found or 0
-        return StepResult(plan.step, lines, drafts=None if self.found is None else told)
+        has_drafts = self.found is not None and plan.proposes
+        return StepResult(plan.step, lines, drafts=told if has_drafts else None)
 
 
 def simulate(
@@ -271,3 +274,48 @@ def test_drafts_that_are_too_dear_are_asked_about_again_after_a_rest() -> None:
         assert [drafting.skips(one) for one in at] == [one < skips_until for one in at]
     assert drafting.choose(every, slots, most, 100).tolist() == [PROBE_DRAFTS] * 8
     assert not drafting.skips(every + 1)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 256])
+def test_drafts_that_do_not_pay_are_looked_up_in_few_steps(rows: int) -> None:
+    """All rows have found drafts, none of which is right. A look-up is read in two of 16 steps."""
+    device = simulate([(0, 0, 0)], DEAR[64], num_rows=rows, num_requests=rows, num_new=600)[2]
+    later = device.looked_up[40:-4]
+    assert 0.125 < sum(later) / len(later) < 0.16
+    assert 2 < sum(fed > 0 for fed in device.fed[40:]) <= 5  # probes
+
+
+@pytest.mark.parametrize(("rows", "share"), [(8, 1.0), (64, 2 / 8), (256, 2 / 16)])
+def test_where_many_rows_find_nothing_few_steps_look_up(rows: int, share: float) -> None:
+    sizes = {"num_rows": rows, "num_requests": rows, "num_new": 600}
+    device = simulate([(0, 0, 0)], DEAR[64], found=0, **sizes)[2]
+    later = device.looked_up[40:300]  # all requests run
+    assert sum(later) / len(later) == pytest.approx(share, abs=0.01)
+    assert not any(device.fed[40:])
+
+
+@pytest.mark.parametrize(("rows", "most"), [(1, 2), (8, 2), (64, 9), (256, 17)])
+def test_after_a_rest_drafts_are_fed_again(rows: int, most: int) -> None:
+    """From the first step that could find drafts, the next one to feed some is near.
+
+    It is nearer where rows are few, since a rest without drafts is then short.
+    """
+    waited = [waited_steps(rows, begins) for begins in range(40, 80)]
+    assert min(waited) == 2 and max(waited) == most
+
+
+def waited_steps(rows: int, begins: int) -> int:
+    """Return the steps until drafts are fed, which can be found from step `begins` on."""
+    drafting, slots, most = Drafting(rows, Drafts(most=D)), np.arange(rows), np.full(rows, D)
+    for slot in slots.tolist():
+        drafting.begin(slot)
+    drafting.report(slots, np.zeros((rows, 1 + D), np.int32))
+    before = False  # whether the step before proposes drafts
+    for step in range(1, begins + 40):
+        if not drafting.skips(step) and drafting.choose(step, slots, most, 999).any():
+            return step - begins
+        proposes = drafting.plan_proposals(step, slots)
+        if before:  # its result arrives after the plan of this step
+            drafting.report(slots, np.full((rows, 1 + D), D * (step > begins), np.int32))
+        before = proposes
+    raise AssertionError("no step has fed drafts")
