@@ -19,13 +19,12 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nanovllm.plan import Copies
 from nanovllm.runner.results import Event, HostEvent
 
 SLICE, MOST_IN_FLIGHT = 16, 2  # pages that are enqueued together, and slices at a time
-CopyPart = Callable[[Copies, int, Tensor | None], None]
+CopyPart = Callable[[Copies, int, Any], None]
 
 
 class StartedCopies:
@@ -53,23 +52,21 @@ class CopyStream:
     """The transfers of one direction.
 
     `copy` does the nth of a transfer's copies on the current stream: pages, then parts of a state.
-    Its last argument is a page of memory on the device for it to use, or None on a CPU.
+    Its last argument is `staging`, memory on the device for it to use, or None on a CPU.
     `call_when_ended` is called from a thread after the end of each transfer.
     """
 
-    def __init__(self, copy: CopyPart, device: torch.device, page_bytes: int) -> None:
-        self._copy, self._device = copy, device
+    def __init__(self, copy: CopyPart, device: torch.device, staging: Any) -> None:  # noqa: ANN401
+        self._copy, self._device, self._staging = copy, device, staging
         self._started: deque[StartedCopies] = deque()
         self._in_flight: deque[tuple[Event, bool]] = deque()  # ends of slices; used by one thread
         self._error: BaseException | None = None  # of the thread, which then has ended
         self.call_when_ended: Callable[[], object] = lambda: None
         self.stream: Any = None
         self._new_event: Callable[[], Event] = HostEvent
-        self._staging: Tensor | None = None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)
             self._new_event = partial(torch.cuda.Event, enable_timing=True, blocking=True)
-            self._staging = torch.empty(page_bytes, dtype=torch.uint8, device=device)
             self._to_enqueue: SimpleQueue[StartedCopies] = SimpleQueue()
             threading.Thread(target=self._run, daemon=True).start()
 

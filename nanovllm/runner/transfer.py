@@ -7,6 +7,10 @@ direction, and scattered from another. The bus then moves megabytes at a time, a
 Decision: each direction has a stream and a thread of its own (copy_stream.py), so neither delays
 the steps. A transfer begins after all work that was enqueued on the steps' stream before it. Work
 of later plans is ordered after it by Moves.ended. On a CPU the same operations are done at once.
+
+Decision: the views of staging pages are made once. Each call of torch gives up the interpreter's
+lock and takes it again, and the thread of the steps may then have to wait for it. A page of keys
+and values takes seven calls, and one more for each piece of it that goes over the bus.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from msgspec.structs import replace
@@ -34,7 +38,7 @@ from nanovllm.transfer.remote_pages import RemotePages
 
 BelowStore: TypeAlias = DiskStore | RemotePages | PeersAndDisk
 PIECE_BYTES = 64 << 30  # of one allocation: CUDA fails to pin 512 GiB at once
-BUS_BYTES = 2 << 20  # of one copy on the bus: 0.04 ms, in which no other copy can begin
+BUS_BYTES = 4 << 20  # of one copy on the bus: 0.08 ms, in which no other copy can begin
 
 
 def bytes_of_page(tensors: Sequence[Tensor], num_heads: Sequence[int]) -> int:
@@ -59,6 +63,13 @@ def copy_in_pieces(target: Tensor, source: Tensor) -> None:
         to.copy_(piece, non_blocking=True)
 
 
+class Staging(NamedTuple):
+    """Memory on the device for a page of host memory."""
+
+    row: Tensor
+    views: list[Tensor]  # of its parts, see HostPages.views
+
+
 class HostPages:
     """Pinned memory for `num_slots` pages of the caches. A page is a row of bytes.
 
@@ -68,13 +79,13 @@ class HostPages:
     def __init__(
         self, caches: Caches, num_slots: int, checkpoints_NX: Tensor | None = None
     ) -> None:
-        # Tensors of the caches, with the place of their part in a page: offset and bytes.
-        self._parts: list[tuple[Tensor, int, int]] = []
+        # Tensors of the caches that have bytes, with the places of their parts in a page.
+        self._parts: list[tuple[Tensor, slice]] = []
         end = 0
         for pages_LPSGA in caches.tensors:
-            part = pages_LPSGA[:, 0]
-            self._parts.append((pages_LPSGA, end, part.nbytes))
-            end += part.nbytes
+            if num_bytes := pages_LPSGA[:, 0].nbytes:
+                self._parts.append((pages_LPSGA, slice(end, end + num_bytes)))
+            end += num_bytes
         self.page_bytes = bytes_of_page(caches.tensors, [one.shape[3] for one in caches.tensors])
         self.device = caches.tensors[0].device
         self._checkpoints_NX = checkpoints_NX
@@ -100,7 +111,7 @@ class HostPages:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors of the caches that have bytes."""
-        return [tensor for tensor, _, num_bytes in self._parts if num_bytes]
+        return [tensor for tensor, _ in self._parts]
 
     def row(self, slot: int) -> Tensor:
         """Return a slot's bytes, in host memory."""
@@ -112,13 +123,20 @@ class HostPages:
 
     def parts(self, row: Tensor, page: int) -> list[tuple[Tensor, Tensor]]:
         """Return the parts of a row, each with the same part of a page on the device."""
-        parts = []
-        for pages_LPSGA, start, num_bytes in self._parts:
-            if num_bytes:
-                part = pages_LPSGA[:, page]
-                own = row[start : start + num_bytes].view(part.dtype)
-                parts.append((own.view(part.shape), part))
-        return parts
+        return [*zip(self.views(row), self.on_device(page), strict=True)]
+
+    def views(self, row: Tensor) -> list[Tensor]:
+        """Return the parts of a row, in the types and shapes of the caches."""
+        return [row[at].view(pages.dtype).view(pages[:, 0].shape) for pages, at in self._parts]
+
+    def on_device(self, page: int) -> list[Tensor]:
+        """Return the parts of a page on the device."""
+        return [pages_LPSGA.select(1, page) for pages_LPSGA, _ in self._parts]
+
+    def staging(self) -> Staging:
+        """Allocate memory for a page on the device."""
+        row = torch.empty(self.page_bytes, dtype=torch.uint8, device=self.device)
+        return Staging(row, self.views(row))
 
     def state_part(self, checkpoint: int, part: int) -> Tensor:
         """Return the bytes of one part of a checkpoint. The last part may be shorter."""
@@ -165,8 +183,10 @@ class Mover:
         self._fetch_s: dict[int, float] = {}  # of loads, by ticket
         self._blank: dict[int, frozenset[int]] = {}  # slots without content, likewise
         self._on_gpu = host.device.type == "cuda"
-        self._stores = CopyStream(self._store, host.device, host.page_bytes)
-        self._loads = CopyStream(self._load, host.device, host.page_bytes)
+        self._stores, self._loads = (
+            CopyStream(copy, host.device, host.staging() if self._on_gpu else None)
+            for copy in (self._store, self._load)
+        )
         self._started: dict[int, StartedCopies] = {}  # by ticket, until Moves.ended
 
     @torch.inference_mode()
@@ -202,35 +222,37 @@ class Mover:
         num_bytes = (len(copies.pairs) + len(copies.state_fetches)) * self.host.page_bytes
         self._started[copies.ticket] = direction.start(copies, num_bytes, issued)
 
-    def _store(self, copies: Copies, nth: int, staging: Tensor | None) -> None:
+    def _store(self, copies: Copies, nth: int, staging: Staging | None) -> None:
         """Copy a page, or a part of a state, to host memory. A part's slot ends with zeros."""
         nth_part = nth - len(copies.pairs)
         slot = copies.state_fetches[nth_part][1] if nth_part >= 0 else copies.pairs[nth][1]
         row = self.host.row(slot)
-        staged = row if staging is None else staging
+        staged, views = staging or Staging(row, [])
         if nth_part >= 0:
             source = self.host.state_part(copies.state_to, nth_part)
             staged[: len(source)].copy_(source, non_blocking=True)
             staged[len(source) :].zero_()
         else:
-            for own, part in self.host.parts(staged, copies.pairs[nth][0]):
+            parts = self.host.on_device(copies.pairs[nth][0])
+            for own, part in zip(views or self.host.views(row), parts, strict=True):
                 own.copy_(part)
         if staged is not row:
             copy_in_pieces(row, staged)
 
-    def _load(self, copies: Copies, nth: int, staging: Tensor | None) -> None:
+    def _load(self, copies: Copies, nth: int, staging: Staging | None) -> None:
         """Copy a page, or a part of a state, from host memory."""
         nth_part = nth - len(copies.pairs)
         slot = copies.state_fetches[nth_part][1] if nth_part >= 0 else copies.pairs[nth][0]
         row = self.host.row(slot)
-        staged = row if staging is None else staging
+        staged, views = staging or Staging(row, [])
         if staged is not row:
             copy_in_pieces(staged, row)
         if nth_part >= 0:  # the checkpoint may be in host memory, and also goes by the stream
             target = self.host.state_part(copies.state_to, nth_part)
             target.copy_(staged[: len(target)], non_blocking=True)
             return
-        for own, part in self.host.parts(staged, copies.pairs[nth][1]):
+        parts = self.host.on_device(copies.pairs[nth][1])
+        for own, part in zip(views or self.host.views(row), parts, strict=True):
             part.copy_(own)
 
     def _call_wake(self) -> None:
