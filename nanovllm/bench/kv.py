@@ -290,12 +290,14 @@ def measure(config: Config, plan: MemoryPlan) -> MemoryPlan:
     parallel = replace(config.recipe.parallel, tp=1)  # other ranks are not needed
     config = replace(config, recipe=replace(config.recipe, parallel=parallel))
     resolved = resolve_config(config, plan.resolved.mesh)
-    held = torch.cuda.memory_allocated(resolved.device)  # workspaces of an earlier measurement
+    clear_workspaces()  # the step takes a new one, which is part of its memory
+    held = torch.cuda.memory_allocated(resolved.device)  # what earlier measurements have left
     (model, draft_model), device = load(config, resolved), resolved.device
     weights = torch.cuda.memory_allocated(device) - held
     one_page = replace(resolved.recipe, cache=replace(resolved.recipe.cache, pages=1))
     runner = with_caches(dataclasses.replace(resolved, recipe=one_page), model, draft_model)[0]
-    used = {WEIGHTS: weights, STEP: peak(partial(largest_steps, runner, resolved.recipe)) - weights}
+    most = peak(partial(largest_steps, runner, resolved.recipe))
+    used = {WEIGHTS: weights, STEP: most - weights - held}
     free, total = torch.cuda.mem_get_info(device)
     used |= {OTHERS: total - free - torch.cuda.memory_reserved(device), GRAPHS: GIB}
     columns, before = runner.sampler.columns.host, torch.cuda.memory_allocated(device)
@@ -306,6 +308,12 @@ def measure(config: Config, plan: MemoryPlan) -> MemoryPlan:
     torch.cuda.empty_cache()
     share = int(total * resolved.recipe.cache.memory_fraction)
     return dataclasses.replace(plan, share=share, spare=total - share, used=used)
+
+
+def clear_workspaces() -> None:
+    """Free the workspaces of cuBLAS, for which torch has no public name."""
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
 
 
 def peak(step: Callable[[], None]) -> int:

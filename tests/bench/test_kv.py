@@ -276,8 +276,15 @@ def test_another_gpu_and_what_does_not_fit_are_not_measured(here: list[MemoryPla
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_is_measured(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU with simulated memory: 100 bytes in use, 7 of weights, peaks of 50 and 60."""
-    held, peaks, sampled = [100, 107, 110], [150, 170], []
+    """A CPU with simulated memory: 100 bytes in use, 7 of weights, peaks of 50 and 60.
+
+    The bytes in use are no part of the step: they are what earlier measurements have left, without
+    the workspaces, which are cleared before.
+    """
+    held, peaks, sampled, cleared = [100, 107, 110], [150, 170], [], []
+    monkeypatch.setattr(
+        torch._C, "_cuda_clearCublasWorkspaces", lambda: cleared.append(len(held)), raising=False
+    )
     cuda = {
         "memory_allocated": lambda device: held.pop(0), "reset_peak_memory_stats": lambda: None,
         "synchronize": lambda: None, "max_memory_allocated": lambda: peaks.pop(0),
@@ -295,10 +302,10 @@ def test_what_is_measured(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(config, CPU, tp)
     measured = kv.measure(config, plan)
     assert measured.used == {
-        "weights": 7, "full step": 143, "CUDA and others": 500, "graphs": GIB,
+        "weights": 7, "full step": 43, "CUDA and others": 500, "graphs": GIB,
         "log-probabilities": 60,
     }  # fmt: skip
     assert (measured.share, measured.spare, measured.resolved.mesh.tp_size) == (3600, 400, tp)
     (logprobs,) = [found for found in sampled if found is not None]
     assert logprobs.top_ids_WK.shape == (3, 20)  # maximum number for each slot
-    assert not held and not peaks
+    assert not held and not peaks and cleared == [3]  # before the first bytes are counted
