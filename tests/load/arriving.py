@@ -18,17 +18,19 @@ import asyncio
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from nanovllm.bench.measure import Sample, now
 from nanovllm.config import ConfigError
-from tests.load.tiered import TieredServer, arguments, conclude, serving
+from tests.load.tiered import TieredServer, arguments, conclude, log, serving
 
 PERCENTILES = (50, 90, 99)
 START_S = 0.2  # after their start, streams are not measured for this time
 PAUSE_S = 0.1  # between the two returns of the long prompts
+SLOW = 1.5  # times the quiet P99
+SHOWN = 4  # slowest steps of a return that are printed
 
 
 class Window(NamedTuple):
@@ -44,6 +46,7 @@ class Round(NamedTuple):
     quiet: Window
     arrival: Window
     hits: Window  # of the second return, whose pages are on the device
+    steps: Sequence[dict[str, Any]] = ()  # of /debug/steps, with both returns
 
 
 def check(server: TieredServer, options: argparse.Namespace) -> None:
@@ -85,9 +88,10 @@ async def beside(
     returned, arrival = await sent_together(server, bodies)
     await asyncio.sleep(PAUSE_S)
     _, hits = await sent_together(server, bodies)
+    steps = await asyncio.to_thread(server.steps)
     done = await asyncio.gather(*running)
     first = max(sample.stamps[0] for sample in done) + START_S
-    return Round(done, returned, Window(first, arrival.start), arrival, hits)
+    return Round(done, returned, Window(first, arrival.start), arrival, hits, steps)
 
 
 async def sent_together(
@@ -109,6 +113,39 @@ def gaps_ms(streams: Sequence[Sample], window: Window) -> list[float]:
     ]
 
 
+def num_steps(streams: Sequence[Sample], window: Window, over_ms: float = 0.0) -> int:
+    """Return the number of steps that end the gaps of a window, of those longer than `over_ms`.
+
+    Gaps that end within half of the shortest gap are those of one step.
+    """
+    gaps = [
+        (after, after - before)
+        for sample in streams
+        for before, after in pairwise(sample.stamps)
+        if before < window.end and after > window.start
+    ]
+    apart = min((gap for _, gap in gaps), default=0.0) / 2
+    ends = sorted(end for end, gap in gaps if 1e3 * gap > over_ms)
+    return len(ends[:1]) + sum(after - before > apart for before, after in pairwise(ends))
+
+
+def slowest(steps: Sequence[dict[str, Any]], window: Window) -> list[str]:
+    """Return a line for each of the SHOWN steps of a window that took longest."""
+    periods = [
+        (1e3 * (step["ended_s"] - before["ended_s"]), step)
+        for before, step in pairwise(steps)
+        if window.start < step["ended_s"] and before["ended_s"] < window.end
+    ]
+    periods.sort(key=lambda one: -one[0])
+    return [
+        f"{ms:.1f} ms: {step['mode']}, {step['rows']} decode rows, chunks "
+        f"{[num_tokens for _, num_tokens in step['chunks']]}, {len(step['admitted'])} admitted; "
+        f"host {1e3 * step['host_s']:.1f}, device {1e3 * step['device_s']:.1f}, "
+        f"device waited {1e3 * step['bubble_s']:.1f}"
+        for ms, step in periods[:SHOWN]
+    ]
+
+
 def metrics_of(rounds: Sequence[Round]) -> dict[str, float]:
     """Return percentiles over all rounds of the three times, and ratios of these.
 
@@ -123,6 +160,10 @@ def metrics_of(rounds: Sequence[Round]) -> dict[str, float]:
             found[f"{name}_gap_p{percent}_ms"] = float(np.percentile(gaps, percent))
         found[f"{name}_gap_max_ms"] = max(gaps)
         found[f"{name}_gaps"] = len(gaps)
+        for key, over_ms in (("steps", 0.0), ("slow_steps", SLOW * found["quiet_gap_p99_ms"])):
+            found[f"{name}_{key}"] = sum(
+                num_steps(one.streams, getattr(one, name), over_ms) for one in rounds
+            )
     for percent in PERCENTILES:
         key = f"gap_p{percent}_ms"
         found[f"gap_p{percent}_ratio"] = found[f"arrival_{key}"] / found[f"quiet_{key}"]
@@ -148,10 +189,14 @@ def main(words: Sequence[str] | None = None) -> None:
     started_at = now()
     with serving(options.recipe, options.sets) as (config, server):
         check(server, options)
-        measured(server, options, -1)  # a warm-up
+        measured(server, options, -1)  # the round that is not measured
         before = server.loaded()
         rounds = [measured(server, options, nth) for nth in range(options.rounds)]
         num_bytes, seconds = (a - b for a, b in zip(server.loaded(), before, strict=True))
+    for nth, one in enumerate(rounds):
+        for name, window in (("arrival", one.arrival), ("hits", one.hits)):
+            for line in slowest(one.steps, window):
+                log.info("round %d, %s: a step of %s", nth, name, line)
     metrics = metrics_of(rounds) | {
         "arrived_gib": num_bytes / len(rounds) / 2**30,
         "load_gb_per_s": num_bytes / seconds / 1e9 if seconds else 0.0,

@@ -15,7 +15,7 @@ from nanovllm.bench.measure import Sample
 from nanovllm.bench.record import Record
 from nanovllm.config import ConfigError
 from tests.load import arriving, copies, disk_tier, returning
-from tests.load.arriving import Round, Window, gaps_ms
+from tests.load.arriving import Round, Window, gaps_ms, num_steps, slowest
 from tests.load.tiered import TieredServer, serving
 
 PAGE = 16
@@ -92,6 +92,9 @@ def test_streams_run_while_pages_arrive(server: TieredServer) -> None:
     assert [sample.cached_tokens for sample in one.returned] == [160, 160]
     assert server.hit_tokens()["host"] - before == 320
     assert one.quiet.end == one.arrival.start < one.arrival.end < one.hits.start < one.hits.end
+    lines = [line for window in (one.arrival, one.hits) for line in slowest(one.steps, window)]
+    assert 2 <= len(lines) <= 2 * arriving.SHOWN
+    assert any("2 admitted" in line or "1 admitted" in line for line in lines)
 
 
 def test_gaps_are_those_that_overlap_a_window() -> None:
@@ -106,9 +109,34 @@ def test_gaps_are_those_that_overlap_a_window() -> None:
     assert (found["quiet_gaps"], found["arrival_gaps"], found["rounds_outlasted"]) == (3, 1, 1)
     assert found["gap_p99_ratio"] == pytest.approx(3.0) and found["arrival_ms"] == pytest.approx(15)
     assert found["gap_p99_over_hits"] == pytest.approx(1.5)
+    steps = {name: found[f"{name}_steps"] for name in ("quiet", "arrival", "hits")}
+    slow = {name: found[f"{name}_slow_steps"] for name in steps}
+    assert steps == {"quiet": 3, "arrival": 1, "hits": 1}
+    assert slow == {"quiet": 0, "arrival": 1, "hits": 1}
     late = one._replace(arrival=Window(2.0, 2.1))
     with pytest.raises(RuntimeError, match="no stream ran at the arrival time"):
         arriving.metrics_of([late])
+
+
+def test_gaps_of_all_streams_that_end_together_are_one_step() -> None:
+    """Two streams have steps of 10 ms, of which the third takes 30 ms. The last one is later."""
+    ends = [1.0, 1.01, 1.02, 1.05, 1.06]
+    streams = [Sample(0.9, ends), Sample(0.9, [end + 0.001 for end in ends])]
+    window = Window(1.005, 1.055)
+    assert [num_steps(streams, window, ms) for ms in (0, 15, 40)] == [4, 1, 0]
+
+
+def test_the_slowest_steps_are_shown_with_their_times() -> None:
+    step = dict(mode="FULL/decode", rows=32, chunks=[], admitted=[], host_s=1e-3, device_s=4e-3)
+    steps = [dict(step, ended_s=1 + 0.005 * nth, bubble_s=0.0) for nth in range(9)]
+    steps[5:] = [dict(one, ended_s=one["ended_s"] + 0.02, bubble_s=0.015) for one in steps[5:]]
+    steps[5] |= dict(mode="PIECEWISE/mixed", chunks=[[7, 1]], admitted=[{}])
+    lines = slowest(steps, Window(1.001, 1.05))
+    assert len(lines) == arriving.SHOWN and lines[0] == (
+        "25.0 ms: PIECEWISE/mixed, 32 decode rows, chunks [1], 1 admitted; host 1.0, device 4.0, "
+        "device waited 15.0"
+    )
+    assert slowest(steps, Window(1.06, 1.07)) == []
 
 
 # -- copies --------------------------------------------------------------------------------------

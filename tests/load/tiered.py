@@ -86,6 +86,11 @@ class TieredServer:
         num_bytes, seconds = (by_label(found, name, "tier").get("host", 0.0) for name in names)
         return num_bytes, seconds
 
+    def steps(self) -> list[dict[str, Any]]:
+        """Return the latest steps of the engine, 512 at most, oldest first."""
+        steps: list[dict[str, Any]] = self._http.get("/debug/steps?since=0").json()["steps"]
+        return steps
+
     def settle(self) -> dict[str, float]:
         """Wait until the tiers have stored what they can. Return their events so far.
 
