@@ -41,6 +41,7 @@ from nanovllm.runner.roles import lender_of, offered_memory, remote_of
 from nanovllm.runner.room import check_room
 from nanovllm.runner.runner import Runner
 from nanovllm.runner.transfer import HostPages, Mover
+from nanovllm.sampling.columns import reserve_pinned
 from nanovllm.sampling.sampler import Sampler
 from nanovllm.sampling.shards import Shard
 from nanovllm.schedule import given_or
@@ -97,10 +98,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Built:
     slots, most = int(recipe.schedule.slots), int(recipe.schedule.step_tokens)
     sizes = sorted({*graph_sizes(slots), *piecewise_sizes(most)})
     log.info("products by rows: %s", products(model.layers[0], model.head, sizes))
-    log.info("warming up")
-    warm_up(runner, recipe)
-    if not obstacles(recipe):
-        capture(runner, recipe)
+    prepare(runner, recipe)
     captured.set()
     runner.experts.tokens_X.zero_()
     log.info(
@@ -338,6 +336,19 @@ def largest_steps(runner: Runner, recipe: Recipe) -> None:
     run_padding(runner, num_rows, step_tokens // num_rows)
     each = 1 + runner.num_drafts
     run_padding(runner, min(int(recipe.schedule.slots), step_tokens // each), each, drafted=True)
+
+
+def prepare(runner: Runner, recipe: Recipe) -> None:
+    """Do what the first steps would otherwise wait for: kernels, CUDA graphs, pinned memory.
+
+    Pinned memory comes last, since torch frees what is not in use before each capture.
+    """
+    log.info("warming up")
+    warm_up(runner, recipe)
+    if not obstacles(recipe):
+        capture(runner, recipe)
+    if runner.device.type == "cuda":
+        reserve_pinned()
 
 
 def warm_up(runner: Runner, recipe: Recipe) -> None:
