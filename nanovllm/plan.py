@@ -6,6 +6,11 @@ anything that the scheduler has freed.
 
 The rows of a step are the decode rows followed by the prompt chunks. Decode rows repeat from step
 to step, so a plan lists them only when they change.
+
+Decision: if each chunk of a step would be the only token of a prompt that is not cached, these
+tokens are decode rows instead. A row feeds the next token of its slot, and samples, so the result
+is the same. Such a step has one CUDA graph, where a step with chunks has a graph and eager
+attention for each layer. The prompts then delay the streams less.
 """
 
 from __future__ import annotations

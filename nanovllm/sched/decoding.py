@@ -168,13 +168,20 @@ class Decoding:
         return [rows.requests[i] for i in short.nonzero()[0].tolist()]
 
     def issue(
-        self, step: int, decodes: Rows, drafts_R: Int32 | None, firsts: list[Request]
-    ) -> tuple[Rows, bool]:
-        """Record an issued step. Return its sampling rows, and True if `decodes` are unchanged.
+        self,
+        step: int,
+        decodes: Rows,
+        drafts_R: Int32 | None,
+        firsts: list[Request],
+        *,
+        as_decodes: bool = False,
+    ) -> tuple[Rows, Rows, bool]:
+        """Record an issued step. Return its sampling rows, its decode rows, and True if the latter
+        are those of the step before.
 
-        `firsts` are the requests whose prompt ends in this step. They decode from now on.
+        `firsts` are the requests whose prompt ends in this step. They decode from now on, and with
+        `as_decodes` in this step already.
         """
-        same, self._issued = decodes is self._issued, decodes
         rows, decoding = decodes, self.rows
         if firsts:
             rows = rows_of(decodes.requests + firsts)
@@ -184,7 +191,10 @@ class Decoding:
         for request in firsts:
             request.state = State.DECODING
         self._flights[step] = Flight(rows, drafts_R)
-        return rows, same
+        if as_decodes:
+            decodes = rows
+        same, self._issued = decodes is self._issued, decodes
+        return rows, decodes, same
 
     def fed(self, step: int, row: int) -> tuple[int, list[int]]:
         """Return the request id and the drafts of a row. All earlier steps must be complete."""

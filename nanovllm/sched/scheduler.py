@@ -270,7 +270,11 @@ class Scheduler:
         self._fed += plan.num_tokens
         self._steps_by_tokens[bisect_left(STEP_TOKENS, plan.num_tokens)] += 1
         firsts = self.queue.issue(self._step, plan) if plan.chunks else []
-        rows, same = self._decoding.issue(self._step, decodes, drafts_R, firsts)
+        if as_rows := self._are_decode_rows(plan):
+            plan.chunks = []
+        rows, decodes, same = self._decoding.issue(
+            self._step, decodes, drafts_R, firsts, as_decodes=as_rows
+        )
         return StepPlan(
             step=self._step,
             admits=plan.admits,
@@ -286,6 +290,21 @@ class Scheduler:
             drafts=b"" if drafts_R is None else drafts_R.tobytes(),
             proposes=self._drafting.plan_proposals(self._step, rows.slots),
             adapters=self.queue.adapters.taken_loads(),
+        )
+
+    def _are_decode_rows(self, plan: OpenPlan) -> bool:
+        """Return True if the chunks become decode rows: each is a prompt cached but for one token.
+
+        Never with drafts: a draft model treats the rows of a prompt differently.
+        """
+        if not plan.chunks or self._drafting.most:
+            return False
+        return all(
+            chunk.samples
+            and chunk.num_tokens == 1
+            and chunk.save_to < 0
+            and chunk.start == request.num_cached
+            for chunk, request in zip(plan.chunks, plan.chunked, strict=True)
         )
 
     def moves(self) -> Moves | None:

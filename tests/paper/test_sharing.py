@@ -14,8 +14,13 @@ PROMPT = [i * i % 47 for i in range(100)]
 
 
 def fed(engine: PaperEngine) -> int:
-    """Return the number of prompt tokens computed so far."""
+    """Return the number of prompt tokens computed so far in chunks."""
     return sum(chunks for _, chunks in engine.gpu.fed)
+
+
+def decoded(engine: PaperEngine) -> int:
+    """Return the number of tokens of decode rows so far."""
+    return sum(rows for rows, _ in engine.gpu.fed)
 
 
 def waiting(engine: PaperEngine) -> tuple[int, int]:
@@ -34,7 +39,8 @@ def test_eight_choices_of_a_prompt_compute_it_once(page, num_slots) -> None:
     engine.step()
     assert waiting(engine) == (8 - num_slots, num_slots - 1)
     engine.finish_all()
-    assert fed(engine) == 107
+    assert fed(engine) == 100
+    assert decoded(engine) == 7 + sum(range(4, 12))  # the last token of 7 prompts is a row
     assert engine.cached == {0: 0} | dict.fromkeys(range(1, 8), 99)
     for i in range(8):
         assert engine.text[i] == solo_run(PROMPT, 5 + i, [], recurrent=False)
@@ -80,7 +86,8 @@ def test_only_equal_salts_wait_for_each_other() -> None:
     engine.step()
     assert waiting(engine) == (0, 4)
     engine.finish_all()
-    assert fed(engine) == 2 * 102
+    assert fed(engine) == 2 * 100
+    assert decoded(engine) == 4 + 6 * 2  # the last token of 4 prompts is a row
 
 
 def test_without_the_prefix_cache_nobody_waits_and_nothing_is_shared() -> None:
