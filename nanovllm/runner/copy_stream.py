@@ -24,7 +24,7 @@ from nanovllm.plan import Copies
 from nanovllm.runner.results import Event, HostEvent
 
 SLICE, MOST_IN_FLIGHT = 16, 2  # pages that are enqueued together, and slices at a time
-CopyPart = Callable[[Copies, int, Any], None]
+CopyPart = Callable[[Copies, int], None]
 
 
 class StartedCopies:
@@ -52,12 +52,11 @@ class CopyStream:
     """The transfers of one direction.
 
     `copy` does the nth of a transfer's copies on the current stream: pages, then parts of a state.
-    Its last argument is `staging`, memory on the device for it to use, or None on a CPU.
     `call_when_ended` is called from a thread after the end of each transfer.
     """
 
-    def __init__(self, copy: CopyPart, device: torch.device, staging: Any) -> None:  # noqa: ANN401
-        self._copy, self._device, self._staging = copy, device, staging
+    def __init__(self, copy: CopyPart, device: torch.device) -> None:
+        self._copy, self._device = copy, device
         self._started: deque[StartedCopies] = deque()
         self._in_flight: deque[tuple[Event, bool]] = deque()  # ends of slices; used by one thread
         self._error: BaseException | None = None  # of the thread, which then has ended
@@ -121,7 +120,7 @@ class CopyStream:
             started.begin = self._recorded()
             for first in range(0, count, SLICE):
                 for nth in range(first, min(first + SLICE, count)):
-                    self._copy(copies, nth, self._staging)
+                    self._copy(copies, nth)
                 if first + SLICE < count:
                     self._add_in_flight(self._recorded(), is_end=False)
             started.end = self._recorded()

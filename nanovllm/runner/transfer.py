@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -184,7 +185,7 @@ class Mover:
         self._blank: dict[int, frozenset[int]] = {}  # slots without content, likewise
         self._on_gpu = host.device.type == "cuda"
         self._stores, self._loads = (
-            CopyStream(copy, host.device, host.staging() if self._on_gpu else None)
+            CopyStream(partial(copy, host.staging() if self._on_gpu else None), host.device)
             for copy in (self._store, self._load)
         )
         self._started: dict[int, StartedCopies] = {}  # by ticket, until Moves.ended
@@ -222,37 +223,38 @@ class Mover:
         num_bytes = (len(copies.pairs) + len(copies.state_fetches)) * self.host.page_bytes
         self._started[copies.ticket] = direction.start(copies, num_bytes, issued)
 
-    def _store(self, copies: Copies, nth: int, staging: Staging | None) -> None:
-        """Copy a page, or a part of a state, to host memory. A part's slot ends with zeros."""
+    def _store(self, staging: Staging | None, copies: Copies, nth: int) -> None:
+        """Copy a page, or a part of a state, to host memory. A part's slot ends with zeros.
+
+        `staging` is None on a CPU, which writes to host memory at once.
+        """
         nth_part = nth - len(copies.pairs)
         slot = copies.state_fetches[nth_part][1] if nth_part >= 0 else copies.pairs[nth][1]
         row = self.host.row(slot)
-        staged, views = staging or Staging(row, [])
+        staged, views = staging or Staging(row, self.host.views(row))
         if nth_part >= 0:
             source = self.host.state_part(copies.state_to, nth_part)
             staged[: len(source)].copy_(source, non_blocking=True)
             staged[len(source) :].zero_()
         else:
-            parts = self.host.on_device(copies.pairs[nth][0])
-            for own, part in zip(views or self.host.views(row), parts, strict=True):
+            for own, part in zip(views, self.host.on_device(copies.pairs[nth][0]), strict=True):
                 own.copy_(part)
         if staged is not row:
             copy_in_pieces(row, staged)
 
-    def _load(self, copies: Copies, nth: int, staging: Staging | None) -> None:
+    def _load(self, staging: Staging | None, copies: Copies, nth: int) -> None:
         """Copy a page, or a part of a state, from host memory."""
         nth_part = nth - len(copies.pairs)
         slot = copies.state_fetches[nth_part][1] if nth_part >= 0 else copies.pairs[nth][0]
         row = self.host.row(slot)
-        staged, views = staging or Staging(row, [])
+        staged, views = staging or Staging(row, self.host.views(row))
         if staged is not row:
             copy_in_pieces(staged, row)
         if nth_part >= 0:  # the checkpoint may be in host memory, and also goes by the stream
             target = self.host.state_part(copies.state_to, nth_part)
             target.copy_(staged[: len(target)], non_blocking=True)
             return
-        parts = self.host.on_device(copies.pairs[nth][1])
-        for own, part in zip(views or self.host.views(row), parts, strict=True):
+        for own, part in zip(views, self.host.on_device(copies.pairs[nth][1]), strict=True):
             part.copy_(own)
 
     def _call_wake(self) -> None:

@@ -103,14 +103,19 @@ async def sent_together(
     return returned, Window(sent, max(sample.stamps[0] for sample in returned))
 
 
-def gaps_ms(streams: Sequence[Sample], window: Window) -> list[float]:
-    """Return the gaps between chunks that overlap a window, in milliseconds."""
+def gaps_of(streams: Sequence[Sample], window: Window) -> list[Window]:
+    """Return the gaps between chunks that overlap a window."""
     return [
-        1e3 * (after - before)
+        Window(before, after)
         for sample in streams
         for before, after in pairwise(sample.stamps)
         if before < window.end and after > window.start
     ]
+
+
+def gaps_ms(streams: Sequence[Sample], window: Window) -> list[float]:
+    """Return the lengths of the gaps that overlap a window, in milliseconds."""
+    return [1e3 * (gap.end - gap.start) for gap in gaps_of(streams, window)]
 
 
 def num_steps(streams: Sequence[Sample], window: Window, over_ms: float = 0.0) -> int:
@@ -118,14 +123,9 @@ def num_steps(streams: Sequence[Sample], window: Window, over_ms: float = 0.0) -
 
     Gaps that end within half of the shortest gap are those of one step.
     """
-    gaps = [
-        (after, after - before)
-        for sample in streams
-        for before, after in pairwise(sample.stamps)
-        if before < window.end and after > window.start
-    ]
-    apart = min((gap for _, gap in gaps), default=0.0) / 2
-    ends = sorted(end for end, gap in gaps if 1e3 * gap > over_ms)
+    gaps = gaps_of(streams, window)
+    apart = min((gap.end - gap.start for gap in gaps), default=0.0) / 2
+    ends = sorted(gap.end for gap in gaps if 1e3 * (gap.end - gap.start) > over_ms)
     return len(ends[:1]) + sum(after - before > apart for before, after in pairwise(ends))
 
 

@@ -321,7 +321,7 @@ class Calls(TorchDispatchMode):
 def test_a_page_of_one_piece_takes_eight_calls_of_torch_with_memory_on_the_device() -> None:
     """Threads that copy compete for the lock with the thread of the steps.
 
-    With the views of each page made anew, there were fourteen calls.
+    Views that are made anew for each page would take six more.
     """
     layout = CacheLayout((PagedGroup((0, 1, 2), 2, 8, 8, 2),))
     caches = make_caches(layout, 5, 4, torch.bfloat16, device=torch.device("cpu"))
@@ -333,7 +333,7 @@ def test_a_page_of_one_piece_takes_eight_calls_of_torch_with_memory_on_the_devic
         copies = Copies(1, pairs)
         with Calls() as calls:
             for nth in range(2):
-                copy(copies, nth, staging)
+                copy(staging, copies, nth)
         assert calls.count == 2 * 8
     for tensor, old in zip(caches.tensors, before, strict=True):
         assert tensor[:, [1, 4]].equal(old[:, [2, 5]])
@@ -394,7 +394,7 @@ def test_a_transfer_that_starts_while_its_thread_fails_is_an_error() -> None:
             stream._error = RuntimeError("the device has failed")
             super().append(started)
 
-    stream = CopyStream(lambda *_: None, torch.device("cpu"), None)
+    stream = CopyStream(lambda *_: None, torch.device("cpu"))
     stream._started = Failing()
     with pytest.raises(RuntimeError, match="the device has failed"):
         stream.start(Copies(1, [(0, 0)]), 4096, None)
