@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -113,9 +112,10 @@ def test_what_another_client_sent_shows_in_no_time_size_or_file(tmp_path: Path) 
             took, cached, _ = timed(server, f"a{name}", "a")
             seconds["own"].append(took)
             assert cached == 640
-        # A hit takes a sixth of the time. A core may be idle during one of three prompts only.
-        new, other, own = (statistics.median(times) for times in seconds.values())
-        assert 0.6 < other / new < 1.66 and own < 0.5 * new, (tier, seconds)
+        # The fastest of three says least about what else runs. A hit takes a sixth of the time on an
+        # idle machine and half of it on a busy one with a slow disk: the limit lies amid both kinds.
+        new, other, own = (min(times) for times in seconds.values())
+        assert own < 0.8 * new and (own + new) / 2 < other < 1.66 * new, (tier, seconds)
         eventually(lambda n=num_files: len(page_files(tmp_path)) == n, 20)
         assert len({path.stat().st_size for path in page_files(tmp_path)}) == 1
         assert server.stop() == 0
