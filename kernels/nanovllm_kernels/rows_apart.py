@@ -247,7 +247,7 @@ def experts(
 ) -> Iterator[Check]:
     """Yield the checks of routed experts, by the kernels for few and for many pairs per expert."""
     from nanovllm_kernels.experts.combine import combine
-    from nanovllm_kernels.experts.products import ORDERED_EXPERTS, UNSORTED
+    from nanovllm_kernels.experts.products import ORDERED_EXPERTS, is_unsorted
     from nanovllm_kernels.experts.reference import ExpertProducts
     from nanovllm_kernels.experts.route_reference import Chosen
     from nanovllm_kernels.experts.rows import sort_rows
@@ -277,7 +277,7 @@ def experts(
         products = next(fitting, ORDERED_EXPERTS)
         tile = products.tile(num_pairs, num_experts)
         rows: Any = Chosen(experts_TK[part])
-        if num_pairs > UNSORTED:
+        if not is_unsorted(num_pairs, gate_up):
             rows = sort_rows(experts_TK[part], 0, num_experts, tile)
         y_XF = products.gate_up(x_TD[part], gate_up, of_gate_up, rows, num_chosen)
         y_XD = products.down(y_XF, down, of_down, rows, num_chosen)

@@ -17,6 +17,10 @@ experts. Tensor cores take 64 rows of weights and at least 8 columns, of which a
 a program's rows are some features of all of a token's experts, and its columns are their inputs.
 Only the diagonal blocks are used. This saves a launch, and no program waits for another.
 
+Decision: pairs are not sorted if the weights that they read again take less time than sorting and
+summing, 9 us a layer of Qwen3-Next. P pairs of E experts have P * P / 2E couples of one expert. So
+44 pairs of 512 experts, which are four tokens, are not sorted, but 33 of 128 are.
+
 Decision: the pipeline stages of unsorted pairs are limited so that all programs run at once.
 A second wave of programs costs more than deeper pipelines save. A token of M2 takes 4 % less
 time, one of R1 and Qwen3-Next 1 %. Prefetching the weights of down into the cache during gate_up
@@ -40,7 +44,9 @@ from nanovllm_kernels.experts.route_reference import Chosen, ExpertRows
 from nanovllm_kernels.triton_parts import dot, launch_dependents, wait
 
 ALONE, FEW, MANY = 8, 16, 128  # tokens of a tile; ALONE: one pair, with 8-bit weights
-UNSORTED = 32  # maximum pairs that are not sorted
+UNSORTED = 32  # pairs that are never sorted
+MOST_UNSORTED = 64  # more are always sorted
+REPEATED_BYTES = 16 << 20  # that unsorted pairs may read again: about 4 us at the copy rate
 FEW_PER_EXPERT = 16  # average pairs per expert from which on tiles are large
 SCALED = tl.constexpr(128)  # elements that share a scale, in both dimensions
 LIFT = tl.constexpr(64.0)  # divisor of tokens before they become float16
@@ -71,6 +77,13 @@ IN_TURNS = 3  # stages if the programs cannot all run at once
 def tile_of(num_pairs: int, num_experts: int) -> int:
     """Return the tile size that rows are sorted in for these products."""
     return FEW if num_pairs < FEW_PER_EXPERT * num_experts else MANY
+
+
+def is_unsorted(num_pairs: int, gate_up_E2FD: Tensor) -> bool:
+    """Return True if all of so many pairs are multiplied without sorting them by expert."""
+    num_experts, expert_bytes = len(gate_up_E2FD), 3 * gate_up_E2FD[0].nbytes // 2  # with down
+    repeated = num_pairs**2 * expert_bytes // (2 * num_experts)
+    return num_pairs <= UNSORTED or (num_pairs <= MOST_UNSORTED and repeated <= REPEATED_BYTES)
 
 
 def expert_gate_up(

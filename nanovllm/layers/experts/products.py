@@ -179,7 +179,7 @@ def products_for(
     The result decides the order of all sums over an expert's inputs and over a token's experts.
     With `kernels.invariant`, all products to choose from have the same order.
     """
-    if num_pairs <= kernels.unsorted and experts.count == experts.full:
+    if experts.count == experts.full and kernels.is_unsorted(num_pairs, gate_up_E2FD):
         return kernels.few, 0
     expected = num_pairs * experts.count // experts.full
     fitting = (products for products in kernels.many if products.fits(expected, gate_up_E2FD))

@@ -38,7 +38,7 @@ GROUPS = Routing("sigmoid", renormalise=False, scale=2.0, num_groups=4, chosen_g
 
 @in_parent
 def test_in_the_interpreter() -> None:
-    passes(__file__, 42)
+    passes(__file__, 49)
 
 
 def assert_equal(found: ExpertRows, expected: ExpertRows) -> None:
@@ -139,6 +139,28 @@ def test_counts_of_experts_beside_each_other_do_not_run_over(together: int) -> N
 def test_tiles_are_large_where_experts_have_many_rows() -> None:
     assert experts.tile_of(8, 128) == experts.tile_of(2047, 128) == experts.FEW
     assert experts.tile_of(2048, 128) == experts.MANY
+
+
+@in_interpreter
+@pytest.mark.parametrize(
+    ("name", "tokens", "chosen", "gate_up", "itemsize"),
+    [
+        ("Qwen3-Next", 4, 11, (513, 1024, 2048), 2),
+        ("Qwen3.5-35B-A3B", 4, 9, (257, 1024, 2048), 2),
+        ("Qwen3.5-35B-A3B in fp8", 5, 9, (257, 1024, 2048), 1),
+        ("30B-A3B", 4, 8, (128, 1536, 2048), 2),
+        ("M2", 4, 8, (256, 3072, 3072), 1),
+        ("R1", 3, 9, (257, 4096, 7168), 1),
+        ("many small experts", 8, 8, (1024, 64, 64), 2),
+    ],
+)
+def test_pairs_are_sorted_if_they_would_read_many_weights_twice(
+    name: str, tokens: int, chosen: int, gate_up: tuple[int, int, int], itemsize: int
+) -> None:
+    dtype = {1: torch.float8_e4m3fn, 2: torch.bfloat16}[itemsize]
+    weight = torch.empty(*gate_up, dtype=dtype, device="meta")
+    most = max(n for n in range(16) if experts.is_unsorted(n * chosen, weight))
+    assert most == tokens, name
 
 
 @in_interpreter

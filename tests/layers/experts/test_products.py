@@ -58,9 +58,9 @@ def test_a_rank_asks_by_the_pairs_that_it_expects() -> None:
 
 
 def test_few_pairs_are_not_sorted_where_all_experts_are() -> None:
-    kernels = kernels_of(*CUTE.many)._replace(unsorted=CUTE.unsorted)
-    assert chosen(kernels, 32) == ("few", 0)
-    assert chosen(kernels, 33) == chosen(kernels, 32, share=4) == ("few", 16)
+    kernels = kernels_of(*CUTE.many)._replace(is_unsorted=CUTE.is_unsorted)
+    assert chosen(kernels, 32) == chosen(kernels, 64) == ("few", 0)
+    assert chosen(kernels, 65) == chosen(kernels, 32, share=4) == ("few", 16)
     assert chosen(kernels, 193) == ("quack", 64)
 
 
