@@ -78,7 +78,9 @@ class GatedDelta:
                 *self.states.saved,
                 out_THV=given,
             )
-            self._note(slots_R, batch.lengths_R[rows:])
+            progress = self.states.progress
+            if self.states.inputs_NWX is not None and progress.owners[-1] is self:
+                progress.lengths_N[slots_R] = batch.lengths_R[rows:]
             if decoded is not None:
                 chunked[:at] = decoded
             return chunked
@@ -109,10 +111,9 @@ class GatedDelta:
             return self.kernels.decodes(
                 *tokens, self.weights, conv_NCW, recurrent_NHKV, slots_R, tickets_RG
             )
-        before_R = batch.lengths_R[:rows] - starts_R1.diff()  # tokens after the replay
         replays_R = drafting.replays_R[:rows]
         if drafting.owners[0] is self:
-            lag_R = before_R - drafting.lengths_N[slots_R]
+            lag_R = tokens_before(batch, rows) - drafting.lengths_N[slots_R]
             replays_R.copy_(lag_R.clamp(0, inputs_NWX.shape[1]))
         x_THV = self.kernels.drafted(
             *tokens,
@@ -125,11 +126,11 @@ class GatedDelta:
             replays_R,
             tickets_RG,
         )
-        self._note(slots_R, before_R)
+        if drafting.owners[-1] is self:
+            drafting.lengths_N[slots_R] = tokens_before(batch, rows)
         return x_THV
 
-    def _note(self, slots_R: Tensor, lengths_R: Tensor) -> None:
-        """In the last layer, store the number of tokens in the states of these slots."""
-        progress = self.states.progress
-        if self.states.inputs_NWX is not None and progress.owners[-1] is self:
-            progress.lengths_N[slots_R] = lengths_R.int()
+
+def tokens_before(batch: Batch, num_rows: int) -> Tensor:
+    """Return the computed tokens of the first rows, without those of the step: int32 [num_rows]."""
+    return batch.lengths_R[:num_rows] - batch.starts_R1[: num_rows + 1].diff()
