@@ -107,16 +107,19 @@ def occupy(runner: Runner, seed: int = 0) -> None:
     runner.sampler.inverse_temperatures_N[:filled] = (slots_F % 2).float()
 
 
-def spread(runner: Runner, num_tokens: int, width: int) -> int:
-    """Set ragged token counts, up to `width`, for decode rows. Return their sum.
+def spread(runner: Runner, rows: StepRows) -> int:
+    """Set ragged token counts, up to `rows.width`, for decode rows. Return their sum.
 
     Rows for which no tokens are left are padding, as in a step.
     """
-    counts = 1 + np.arange(min(context_of(runner)[0], num_tokens)) % width
-    counts[counts.cumsum() > num_tokens] = 0
+    counts = 1 + np.arange(min(context_of(runner)[0], len(rows.slots_R))) % rows.width
+    counts[counts.cumsum() > rows.num_tokens] = 0
     slots = np.where(counts > 0, np.arange(len(counts)), runner.slots.padding)
-    runner.builder.static_counts_R[: len(counts)] = torch.from_numpy(counts.astype(np.int32))
-    runner.builder.static_slots_R[: len(counts)] = torch.from_numpy(slots)
+    builder = runner.builder
+    builder.static_counts_R.zero_()
+    builder.static_counts_R[: len(counts)] = torch.from_numpy(counts.astype(np.int32))
+    builder.static_slots_R.fill_(runner.slots.padding)
+    builder.static_slots_R[: len(counts)] = torch.from_numpy(slots)
     return int(counts.sum())
 
 
@@ -154,7 +157,7 @@ def measured(runner: Runner, load: range, *, adapted: bool) -> Iterator[GraphCos
     for (size, width), captured in decodes.captured.items():
         fits = [rows for rows in load if decodes.fit(rows, 1) == (size, width)]
         fed = [] if adapted else fits
-        decode = padded(runner, (size, width), adapted=adapted)
+        decode = padded(runner, decodes, (size, width), adapted=adapted)
         padding = 1 - sum(fed) / (len(fed) * size) if fed else 0.0
         graph = compared(
             runner,
@@ -163,12 +166,12 @@ def measured(runner: Runner, load: range, *, adapted: bool) -> Iterator[GraphCos
             captured=captured,
             eager=partial(runner.forward, decode),
             replay=partial(decodes.replay, (size, width)),
-            num_fed=spread(runner, size, width),
+            num_fed=spread(runner, decode),
         )
         yield replace(graph, used=len(fed) / len(load), padding=padding)
     for name, draws in graphs.draws.items():
         for fixed in draws.captured:
-            rows = padded(runner, fixed, adapted=adapted)
+            rows = padded(runner, draws, fixed, adapted=adapted)
             yield compared_draw(runner, mode_of(name, width=fixed[1]) + end, rows, draws)
     runner.slots.lengths_N //= 2  # so that requests have room for chunks
     for size, piecewise in graphs.mixed.captured.items():
@@ -184,9 +187,9 @@ def measured(runner: Runner, load: range, *, adapted: bool) -> Iterator[GraphCos
         )
 
 
-def padded(runner: Runner, size: Size, *, adapted: bool) -> StepRows:
+def padded(runner: Runner, graphs: DecodeGraphs, size: Size, *, adapted: bool) -> StepRows:
     """Return the rows of a graph."""
-    rows = runner.builder.padded(*size, runner.slots.max_tokens)
+    rows = graphs.padded(size, runner.slots.max_tokens)
     return dataclasses.replace(rows, adapted=adapted)
 
 
@@ -223,7 +226,7 @@ def compared_draw(runner: Runner, mode: str, rows: StepRows, draws: DecodeGraphs
     """Compare a graph that draws for such rows with the eager draw from the same logits."""
     size = size_of(rows)
     captured, decodes = draws.captured[size], runner.graphs.of(adapted=rows.adapted).decode
-    spread(runner, *size)
+    spread(runner, rows)
     logits(runner, partial(decodes.replay, size))  # the inputs of the draw
     eager, replay = partial(draws.run, rows), partial(draws.replay, size)
     with restored(runner.slots):

@@ -208,9 +208,15 @@ class RowBuilder:
             proposes=plan.proposes,
         )
 
-    def padded(self, num_tokens: int, width: int, max_length: int) -> StepRows:
-        """Return the first `num_tokens` static rows for a capture, without values on the host."""
-        slots_R, counts_R = self.static_slots_R[:num_tokens], self.static_counts_R[:num_tokens]
+    def padded(
+        self, num_tokens: int, width: int, max_length: int, num_rows: int | None = None
+    ) -> StepRows:
+        """Return the first static rows for a capture, without values on the host.
+
+        There are `num_rows` rows, by default as many as tokens.
+        """
+        most = num_tokens if num_rows is None else num_rows
+        slots_R, counts_R = self.static_slots_R[:most], self.static_counts_R[:most]
         nothing = np.zeros(0, np.int32)
         return decode_rows(
             slots_R,

@@ -379,12 +379,15 @@ def capture(runner: Runner, recipe: Recipe) -> None:
     kinds = [runner.graphs.plain]
     if runner.adapters is not None and not runner.adapters.has_experts:
         kinds.append(runner.graphs.adapted)
-    decode = [graphs for kind in kinds for graphs in (kind.decode, *kind.draws.values())]
-    mixed = [kind.mixed for kind in kinds]
-    num_graphs = len(decode) * len(sizes) + len(mixed) * len(piecewise)
+    draws = [graphs for kind in kinds for graphs in kind.draws.values()]
+    mixed, decode = [kind.mixed for kind in kinds], [kind.decode for kind in kinds]
+    captured = [(graphs, graphs.distinct(sizes)) for graphs in (*decode, *draws)]
+    num_graphs = sum(len(each) for _, each in captured) + len(mixed) * len(piecewise)
     progress = Progress(log, "capturing", num_graphs, "CUDA graphs")
-    for graphs in decode:
-        graphs.capture(sizes, int(recipe.server.max_model_tokens), progress.advance)
+    of_draws = torch.cuda.graph_pool_handle()
+    for graphs, each in captured:
+        pool = None if graphs in decode else of_draws
+        graphs.capture(each, int(recipe.server.max_model_tokens), progress.advance, pool)
     for pieces in mixed:
         pieces.capture(piecewise, progress.advance)
     progress.finish()

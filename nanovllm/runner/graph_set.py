@@ -4,8 +4,13 @@
     decode               forward pass of decode rows               in steps without prompt chunks
     mixed                forward pass, without attention           in steps with prompt chunks
     draw                 draws, written to the slots, and drafts   after `decode`
+    draw, 1/n rows       the same as `draw`                        after `decode`, if rows have n
+                                                                   tokens on average, or more
     draw_without_drafts  draws, written to the slots, and keys     after `decode`, if the plan wants
                          and values of the draft model             no drafts (StepPlan.proposes)
+
+Passes of a draft model take as many rows as the graph has, and a graph cannot know how its tokens
+are divided into rows. So a draw has graphs for several numbers of rows.
 
 A step whose size has no graph runs eagerly. A draw does so, too, if a row needs more than its seed
 and temperature (Sampler.plain). Steps with a row that has an adapter have graphs of their own.
@@ -13,6 +18,7 @@ and temperature (Sampler.plain). Steps with a row that has an adapter have graph
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanovllm.runner.batch import StepRows
@@ -25,13 +31,14 @@ class StepGraphs:
 
     decode: DecodeGraphs
     mixed: PiecewiseGraphs
-    draw: DecodeGraphs
+    draw: Sequence[DecodeGraphs]  # those for the fewest rows first, those for any number last
     draw_without_drafts: DecodeGraphs | None  # None without a draft model
 
     @property
     def draws(self) -> dict[str, DecodeGraphs]:
         """The graphs that draw, by name. They read the results of `decode`."""
-        by_name = {"draw": self.draw}
+        *few, every = self.draw
+        by_name = {"draw": every} | {f"draw, 1/{each.tokens_per_row} rows": each for each in few}
         if self.draw_without_drafts is not None:
             by_name["draw without drafts"] = self.draw_without_drafts
         return by_name
@@ -46,7 +53,9 @@ class StepGraphs:
         fitting = self.decode.fit(num_tokens, rows.width)
         return 0 if fitting is None else fitting[0]
 
-    def draw_after(self, size: Size, forwarded: object, *, proposes: bool) -> DecodeGraphs | None:
+    def draw_after(
+        self, size: Size, forwarded: object, *, num_rows: int, proposes: bool
+    ) -> DecodeGraphs | None:
         """Return the graphs that draw after a forward pass, or None if that was not replayed.
 
         `forwarded` is the result of the pass. `proposes` is that of the plan.
@@ -54,9 +63,10 @@ class StepGraphs:
         captured = self.decode.captured.get(size)
         if captured is None or captured.output is not forwarded:
             return None
-        if proposes or self.draw_without_drafts is None:
-            return self.draw
-        return self.draw_without_drafts
+        if not proposes and self.draw_without_drafts is not None:
+            return self.draw_without_drafts
+        fits = (each for each in self.draw if each.takes(size, num_rows))
+        return next(fits, self.draw[-1])
 
     def eager_reason(self, rows: StepRows) -> str | None:
         """Return the reason why a step of these rows replays no graph, or None if it does."""

@@ -31,6 +31,7 @@ MOST_DRAFTED = 512  # tokens; larger steps run longer than their launches take, 
 Size = tuple[int, int]  # tokens, and the maximum tokens of a row (width)
 Shape = tuple[torch.Size, torch.dtype]  # of one token's result
 Graph = Any  # a torch.cuda.CUDAGraph, or a test's substitute
+Pool = Any  # a torch.cuda.graph_pool_handle(); None: a new one
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -97,8 +98,10 @@ class Captured:
 class DecodeGraphs:
     """Graphs of `run`, which maps the rows of a decode step to device tensors, one per size.
 
-    A size fixes the number of tokens; their division into rows may differ in each replay. `keep`
-    selects the part of the output that is stored, since stored tensors of all sizes take memory.
+    A size fixes the number of tokens; their division into rows may differ in each replay. There are
+    at most as many rows as tokens, or fewer if each row has `tokens_per_row` tokens on average.
+    `keep` selects the part of the output that is stored, since stored tensors of all sizes take
+    memory.
     """
 
     def __init__(
@@ -106,22 +109,47 @@ class DecodeGraphs:
         run: Callable[[StepRows], object],
         builder: RowBuilder,
         keep: Callable[[Any], object] = lambda output: output,
+        tokens_per_row: int = 1,
     ) -> None:
         self.run = run
         self.keep = keep
         self.builder = builder
+        self.tokens_per_row = tokens_per_row
         self.captured: dict[Size, Captured] = {}
 
+    def most_rows(self, num_tokens: int) -> int:
+        """Return the rows of a graph for so many tokens. It takes steps with as many or fewer."""
+        return -(-num_tokens // self.tokens_per_row)
+
+    def takes(self, size: Size, num_rows: int) -> bool:
+        """Return True if a graph of this size was captured for so many rows."""
+        return size in self.captured and num_rows <= self.most_rows(size[0])
+
+    def distinct(self, sizes: list[Size]) -> list[Size]:
+        """Return the sizes that have fewer rows here than in graphs for fewer tokens per row."""
+        least = min(self.tokens_per_row, 3)  # one row has up to 2 tokens in graphs for 2 per row
+        return [size for size in sizes if size[0] >= least and size[1] >= self.tokens_per_row]
+
+    def padded(self, size: Size, max_length: int) -> StepRows:
+        """Return the static rows of a graph, without values on the host."""
+        num_tokens, width = size
+        return self.builder.padded(num_tokens, width, max_length, self.most_rows(num_tokens))
+
     def capture(
-        self, sizes: list[Size], max_length: int, captured: Callable[[], None] = lambda: None
+        self,
+        sizes: list[Size],
+        max_length: int,
+        captured: Callable[[], None] = lambda: None,
+        pool: Pool = None,
     ) -> None:
         """Capture all sizes, the largest first, so that smaller ones reuse its memory.
 
-        `captured` is called after each.
+        `captured` is called after each. `pool` is memory to share with other graphs, whose
+        replays must not overlap with these.
         """
-        pool = torch.cuda.graph_pool_handle()
+        pool = pool or torch.cuda.graph_pool_handle()
         for size in sorted(sizes, reverse=True):
-            rows = self.builder.padded(*size, max_length)
+            rows = self.padded(size, max_length)
             started, used = time.perf_counter(), torch.cuda.memory_reserved()
             self.run(rows)  # compiles kernels and sets up library workspaces outside the capture
             graph = torch.cuda.CUDAGraph()

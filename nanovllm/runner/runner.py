@@ -120,13 +120,15 @@ class Runner:
         forward = partial(self.forward, adapted=adapted)
         hidden = partial(self.hidden, adapted=adapted)
         draw = partial(self.draw_plain, adapted=adapted)
+        # Rows have 1 to `width` tokens. With drafts, most have 2 or all.
+        per_row = sorted({1, min(2, builder.width), builder.width}, reverse=True)
         without_drafts = None
         if self.draft_model is not None:
             without_drafts = DecodeGraphs(partial(draw, proposes=False), builder)
         return StepGraphs(
             decode=DecodeGraphs(forward, builder, share_outputs),
             mixed=PiecewiseGraphs(hidden, self.slots.padding * builder.width, self.device),
-            draw=DecodeGraphs(draw, builder),
+            draw=[DecodeGraphs(draw, builder, tokens_per_row=n) for n in per_row],
             draw_without_drafts=without_drafts,
         )
 
@@ -216,7 +218,8 @@ class Runner:
             self.sampler.apply_mask(logits_SV, rows.samples_of(masked), masks)
         size = len(batch.token_ids_T), rows.width
         graphs = self.graphs.of(adapted=rows.adapted)
-        draw = graphs.draw_after(size, forwarded, proposes=rows.proposes)
+        num_rows = len(rows.slots_R)
+        draw = graphs.draw_after(size, forwarded, num_rows=num_rows, proposes=rows.proposes)
         if draw is not None and self.sampler.plain(rows.host_slots):
             written: Written = draw.replay(size)
             return start_copy(rows, written.tokens_RW, written.drafts_RX)

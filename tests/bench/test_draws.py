@@ -38,6 +38,7 @@ HEADS: dict[str, tuple[Callable[[Path, str], Pair], str]] = {
 }
 MODELS = ("draft_model", *HEADS)
 DRAFTING = ("ngram", "synthetic", *MODELS)
+FEW_ROWS = "draw, 1/2 rows", "draw, 1/4 rows"
 
 
 def tensors_of(made: object) -> Iterator[Tensor]:
@@ -76,7 +77,7 @@ def capture(
 ) -> None:
     """Capture stand-ins whose replays end with a fault."""
     for size in sizes:
-        again = Again(partial(graphs.run, graphs.builder.padded(*size, max_tokens)), fault)
+        again = Again(partial(graphs.run, graphs.padded(size, max_tokens)), fault)
         graphs.captured[size] = Captured(again, again.output, 0.25, 3 << 20)
 
 
@@ -95,7 +96,9 @@ def captured(
     graphs = runner.graphs.of(adapted=adapted)
     for name, each in {"decode": graphs.decode, **graphs.draws}.items():
         each.captured.clear()
-        capture(each, sizes, runner.slots.max_tokens, faults.get(name, lambda made: None))
+        capture(
+            each, each.distinct(sizes), runner.slots.max_tokens, faults.get(name, lambda made: None)
+        )
     return runner
 
 
@@ -138,9 +141,9 @@ def test_faithful_draws_have_no_differences(runners: Callable[[str], Runner], me
     before = runner.slots.prompt_lengths_N.clone()
     found = draws_of(runner)
     names = ["draw", "draw without drafts"] if method in MODELS else ["draw"]
-    widths = ["", f" of {1 + DRAFTS}"] if method in DRAFTING else [""]
-    modes = [f"FULL/{name}{width}" for name in names for width in widths for _ in range(2)]
-    assert sorted(graph.mode for graph in found) == sorted(modes)
+    if method in DRAFTING:
+        names += [f"{name} of {1 + DRAFTS}" for name in (*names, *FEW_ROWS)]
+    assert sorted(graph.mode for graph in found) == sorted(2 * [f"FULL/{name}" for name in names])
     assert [graph.rows for graph in found[:2]] == [5, SLOTS]
     assert all(graph.differences == 0 and graph.is_right for graph in found)
     assert all(graph.replay_ms > 0 and graph.eager_ms > 0 for graph in found)
@@ -163,7 +166,9 @@ def test_rows_accept_and_reject_and_find_drafts_and_do_not(
     assert len(wide) >= 4
     if method != "synthetic":  # accepts by chance
         each = [(tokens_RW >= 0).sum(1).tolist() for tokens_RW, *_ in wide]
-        assert each == [[1, 2], [1, 2], [1, 2, 3, 1, 1], [1, 2, 3, 1, 1]] * (len(wide) // 4)
+        all_rows, quarter = [[1, 2]] * 2 + [[1, 2, 3, 1, 1]] * 2, [[1, 2]] * 2 + [[1, 2, 3]] * 2
+        without_drafts = all_rows if method in MODELS else []
+        assert each == all_rows + quarter + all_rows + without_drafts
     assert {1, 3} <= set(new_R.tolist())
     drafts_RX = torch.cat([found[3] for found in wide if found[3][:, 0].any()])
     fed_R = drafts_RX[new_R[: len(drafts_RX)] > 0, 0]
@@ -207,10 +212,12 @@ def test_a_draw_that_reads_other_rows_or_does_nothing_is_found(
 ) -> None:
     runner = runners("draft_model")
     plain = runner.graphs.plain
-    run = plain.draw.run
-    plain.draw.run = lambda rows: run(replace(rows, slots_R=rows.slots_R.flip(0)))
+    run = plain.draw[0].run
+    for each in plain.draw:
+        each.run = lambda rows: run(replace(rows, slots_R=rows.slots_R.flip(0)))
     captured(runner)
-    plain.draw.run = run  # of the eager draw
+    for each in plain.draw:
+        each.run = run  # of the eager draw
     flipped = draws_of(runner)
     assert [graph.is_right for graph in flipped] == ["without" in g.mode for g in flipped]
     captured(runner)
@@ -242,8 +249,9 @@ def test_a_draw_that_leaves_former_keys_is_found(runners: Callable[[str], Runner
         replay()
         keys.copy_(before)
 
-    for one in runner.graphs.plain.draw.captured.values():
-        one.graph.replay = partial(forgetting, one.graph.replay)
+    for each in runner.graphs.plain.draw:
+        for one in each.captured.values():
+            one.graph.replay = partial(forgetting, one.graph.replay)
     found = draws_of(runner)
     assert [graph.is_right for graph in found] == ["without" in graph.mode for graph in found]
 
@@ -260,9 +268,10 @@ def test_the_command_fails_if_a_draw_differs(
     done = CliRunner().invoke(capture_graphs, given)
     assert done.exit_code == 0, done.exception
     lines = [line.split() for line in done.output.splitlines() if "FULL/draw" in line]
-    assert [line[0] for line in lines] == ["FULL/draw"] * 4 and "FAIL" not in done.output
+    modes = ["FULL/draw"] * 4 + ["FULL/draw,"] * 4  # the latter have few rows
+    assert [line[0] for line in lines] == modes and "FAIL" not in done.output
     values = record.read(path).metrics
-    assert values["FULL/draw of 4 12: differences"] == 0 and values["graphs"] == 8
+    assert values["FULL/draw of 4 12: differences"] == 0 and values["graphs"] == 12
     assert "FULL/draw of 4 12: max_logit_difference" not in values
     captured(built.runner, {"draw": lambda made: made.drafts_RX.fill_(9)})
     done = CliRunner().invoke(capture_graphs, given)
@@ -340,6 +349,7 @@ def test_graphs_with_adapters_are_compared_like_the_others(adapters: Runner) -> 
     found = adapted_of(capture_adapted(adapters))
     names = ["FULL/decode", "FULL/draw", "FULL/draw without drafts"]
     modes = {name + width for name in names for width in ("", f" of {1 + DRAFTS}")}
+    modes |= {f"FULL/{name} of {1 + DRAFTS}" for name in FEW_ROWS}
     assert found == dict.fromkeys([*modes, "PIECEWISE/mixed"], True)
     bank = adapters.adapters
     assert bank is not None and bank.adapter_N.tolist() == [-1, 0, 1, 2, -1, 0, -1]

@@ -191,12 +191,16 @@ def drawn(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def capture_decodes(
-    self: DecodeGraphs, sizes: list[Any], max_length: int, captured: Any = lambda: None
+    self: DecodeGraphs,
+    sizes: list[Any],
+    max_length: int,
+    captured: Any = lambda: None,
+    pool: Any = None,
 ) -> None:
     """Run each size without a graph, in place of DecodeGraphs.capture."""
     self.max_length = max_length
     for size in sorted(sizes, reverse=True):
-        output = self.run(self.builder.padded(*size, max_length))
+        output = self.run(self.padded(size, max_length))
         self.captured[size] = Captured(None, self.keep(output), 0.0, 0)
     self.captured = dict(sorted(self.captured.items()))
 
@@ -204,7 +208,7 @@ def capture_decodes(
 def replay_decodes(notes: Notes) -> Callable[..., Any]:
     def replay(self: DecodeGraphs, size: Any) -> Any:
         with notes.replayed():
-            output = self.keep(self.run(self.builder.padded(*size, self.max_length)))
+            output = self.keep(self.run(self.padded(size, self.max_length)))
         self.captured[size] = replace(self.captured[size], output=output)
         return output
 
@@ -277,6 +281,7 @@ def imagine_a_gpu(notes: Notes, major: int = 9) -> None:
     DecodeGraphs.capture, DecodeGraphs.replay = capture_decodes, replay_decodes(notes)
     torch.cuda.CUDAGraph = PieceGraph
     torch.cuda.memory_reserved = lambda *_: 0
+    torch.cuda.graph_pool_handle = lambda: None
     torch.cuda.synchronize = lambda *_: None
 
 

@@ -74,6 +74,44 @@ def test_a_decode_step_replays_its_forward_pass_and_a_draw(runner: Runner) -> No
     assert plans.result.drafts is None
 
 
+@pytest.mark.parametrize(
+    ("drafts", "name"),
+    [
+        ([3, 3, 3], "draw, 1/4 rows"),  # 12 of 16 tokens in 3 of 4 rows
+        ([1, 1, 1], "draw, 1/2 rows"),  # 6 of 8 tokens in 3 of 4 rows
+        ([3, 1, 1], "draw, 1/2 rows"),
+        ([1, 0, 0], "draw"),  # 4 tokens in 3 rows
+    ],
+)
+def test_passes_of_a_draft_model_take_few_rows_if_rows_have_many_tokens(
+    runner: Runner, drafts: list[int], name: str
+) -> None:
+    plans = begun(runner, Sampling(temperature=0.0))
+    plans.step((), [0, 1, 2])  # proposes drafts
+    slots = runner.slots
+    before, launched = replays(runner.graphs.plain), slots.lengths_N.clone()
+    plans.step((), [0, 1, 2], drafts=drafts)
+    after = replays(runner.graphs.plain)
+    changed = {each for each, count in after.items() if count != before[each]}
+    assert changed == {"decode", name}
+    assert plans.result is not None and plans.result.drafts is not None
+    assert plans.result.drafts[:, 0].tolist() == [3, 3, 3]
+    lengths = [len(line) for line in plans.lines.values()]
+    assert (slots.lengths_N - launched)[:3].tolist() == lengths
+
+
+def test_graphs_of_few_rows_are_captured_if_they_have_fewer_rows() -> None:
+    graphs = small_demo(4, "speculate={method: ngram, tokens: 3}").runner.graphs.plain
+    sizes = [(tokens, width) for width in (1, 4) for tokens in (1, 2, 3, 4, 8)]
+    found = {
+        name: [(size, each.most_rows(size[0])) for size in each.distinct(sizes)]
+        for name, each in graphs.draws.items()
+    }
+    assert found["draw"] == [(size, size[0]) for size in sizes]
+    assert found["draw, 1/2 rows"] == [((2, 4), 1), ((3, 4), 2), ((4, 4), 2), ((8, 4), 4)]
+    assert found["draw, 1/4 rows"] == [((3, 4), 1), ((4, 4), 1), ((8, 4), 2)]
+
+
 def test_rows_with_more_than_a_temperature_draw_eagerly(runner: Runner) -> None:
     plans = begun(runner, Sampling(temperature=1.0, seed=3, top_k=5))
     assert replayed(runner, plans, [0, 1, 2]) == {"decode": 1}
@@ -93,13 +131,15 @@ def test_a_step_for_which_no_graph_is_large_enough_replays_none(runner: Runner) 
 def test_without_a_draft_model_there_is_one_kind_of_draw() -> None:
     """Steps of drafts by other methods replay it also if the plan wants no drafts by a model."""
     graphs = small_demo(4, "speculate={method: ngram, tokens: 3}").runner.graphs
-    assert list(graphs.plain.draws) == list(graphs.adapted.draws) == ["draw"]
+    names = ["draw", "draw, 1/4 rows", "draw, 1/2 rows"]
+    assert list(graphs.plain.draws) == list(graphs.adapted.draws) == names
     forwarded, size = object(), (2, 4)
     graphs.plain.decode.captured[size] = Captured(None, forwarded, 0.0, 0)
     for proposes in (False, True):
-        draw = graphs.plain.draw_after(size, forwarded, proposes=proposes)
-        assert draw is graphs.plain.draw
-    assert graphs.plain.draw_after(size, object(), proposes=True) is None  # an eager pass
-    assert graphs.plain.draw_after((2, 1), forwarded, proposes=True) is None
+        draw = graphs.plain.draw_after(size, forwarded, num_rows=1, proposes=proposes)
+        assert draw is graphs.plain.draw[-1]  # the others are not captured
+    eager = object()
+    assert graphs.plain.draw_after(size, eager, num_rows=1, proposes=True) is None
+    assert graphs.plain.draw_after((2, 1), forwarded, num_rows=1, proposes=True) is None
     assert graphs.of(adapted=True) is graphs.adapted and graphs.of(adapted=False) is graphs.plain
-    assert graphs.adapted.draw_after(size, forwarded, proposes=True) is None
+    assert graphs.adapted.draw_after(size, forwarded, num_rows=1, proposes=True) is None

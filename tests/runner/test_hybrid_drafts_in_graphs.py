@@ -95,7 +95,7 @@ def engine_of(config: Config, speculate: Speculate | None, slots: int = SLOTS) -
 def with_graphs(engine: WholeEngine, *, mixed: bool = True) -> None:
     runner = engine.runner
     for graphs in (runner.graphs.plain.decode, *runner.graphs.plain.draws.values()):
-        capture(graphs, SIZES, MAX_TOKENS)
+        capture(graphs, graphs.distinct(SIZES), MAX_TOKENS)
     if mixed:
         capture_on_tapes(runner, [8, 40, 80])
 
