@@ -45,18 +45,20 @@ def spawn(
 ) -> Child:
     """Start a child that runs `target(link, config, *args)`. Return it with its pipe.
 
-    `link` is its SupervisorLink. The child dies with this process. It starts with interrupts
-    blocked. Thus a Ctrl-C, which a terminal sends to all processes, does not end it before it
-    ignores interrupts. This process gets one that arrives meanwhile right after the start. `ps`
-    shows the first 15 characters of `name`.
+    `link` is its SupervisorLink. The child dies with this process. It starts with SIGINT and SIGHUP
+    blocked. Thus a terminal, which sends them to all processes, does not end it before it ignores
+    them. This process gets one that arrives meanwhile right after the start. `ps` shows the first
+    15 characters of `name`.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=child, args=(target, theirs, folder, config, *args), name=name)
     try:
-        resource_tracker.ensure_running()  # the first start would do it, and unblock interrupts
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
+            # The first start would do it, and unblock SIGINT. Its process keeps SIGHUP blocked.
+            resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -151,12 +153,13 @@ class SupervisorLink:
 
 
 def child(target: object, pipe: Pipe, folder: str, config: Config, *args: object) -> None:
-    """Run in the child. Interrupts are ignored, since the supervisor handles them.
+    """Run in the child. SIGINT and SIGHUP are ignored, since the supervisor handles them.
 
     The process ends by os._exit without cleaning up. Closing connections to other ranks would
     block.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     set_name(multiprocessing.current_process().name)
     setup(config.recipe.server.log_format)
     link = SupervisorLink(pipe, folder)

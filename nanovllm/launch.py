@@ -162,11 +162,11 @@ def start(fleet: Fleet) -> None:
 def serve(config: Config) -> int:
     """Run a server until a signal, or until it fails. Return the exit code.
 
-    The first SIGTERM or SIGINT stops accepting requests and lets running ones finish. The exit code
-    is then 0, or 1 if a process hangs or dies meanwhile. A second one, at any time, kills all
-    processes and exits with 128 + its number. A lost API process is restarted, and so is a lost
-    engine if there are several. If none is left, the exit statuses are logged. The exit code is
-    then that of one process, or 1 if it would be 0 or a signal.
+    The first SIGTERM, SIGINT or SIGHUP stops accepting requests and lets running ones finish. The
+    exit code is then 0, or 1 if a process hangs or dies meanwhile. A second SIGTERM or SIGINT, at
+    any time, kills all processes and exits with 128 + its number. A lost API process is restarted,
+    and so is a lost engine if there are several. If none is left, the exit statuses are logged. The
+    exit code is then that of one process, or 1 if it would be 0 or a signal.
     """
     check_secret(config.recipe.transfer)
     check_folder(config.recipe.cache.disk)
@@ -270,20 +270,24 @@ def listen(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Yield an event that SIGTERM and SIGINT set. Restore the old handlers afterwards.
+    """Yield an event that SIGTERM, SIGINT and SIGHUP set. Restore the old handlers afterwards.
 
-    The second signal kills all children and exits immediately.
+    A second SIGTERM or SIGINT kills all children and exits immediately. A further SIGHUP changes
+    nothing, since a terminal that closes may send two. It stays ignored under nohup.
     """
     event = threading.Event()
 
     def handle(number: int, _: object) -> None:
-        if event.is_set():  # the second signal
+        if event.is_set() and number != signal.SIGHUP:
             for process in multiprocessing.active_children():
                 process.kill()
             sys.exit(128 + number)
         event.set()
 
-    old = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    handled = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        handled.append(signal.SIGHUP)
+    old = {number: signal.signal(number, handle) for number in handled}
     try:
         yield event
     finally:

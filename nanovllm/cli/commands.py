@@ -189,8 +189,8 @@ def serve(recipe: str | None, overrides: Sequence[str], **flags: object) -> None
     RECIPE is a recipe file, a model folder, a Hub id (Qwen/Qwen3-8B) or a built-in recipe
     (qwen3-8b). Without one, the embedded demo model is served.
 
-    The first SIGTERM or Ctrl-C lets running requests finish, for server.shutdown_s seconds (60) at
-    most, and exits with 0. A second one exits at once with 143 or 130.
+    The first SIGTERM, SIGHUP or Ctrl-C lets running requests finish, for server.shutdown_s seconds
+    (60) at most, and exits with 0. A second SIGTERM or Ctrl-C exits at once with 143 or 130.
     """
     checked = read_recipe(
         recipe_or_demo(recipe), overrides, {RECIPE_KEYS[name]: flags[name] for name in flags}

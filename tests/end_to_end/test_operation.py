@@ -138,12 +138,12 @@ def test_a_signal_while_starting_ends_the_start() -> None:
     assert b"is served at" not in process.stdout.read()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("num_born", [2, 3])  # the first is multiprocessing's own
 def test_a_signal_to_all_processes_ends_the_start_without_a_word(
     number: int, num_born: int
 ) -> None:
-    """Ctrl-C in a terminal, or a service manager, signals all processes.
+    """A terminal with Ctrl-C or when it closes, or a service manager, signals all processes.
 
     At that time the youngest child has not run any of our code.
     """

@@ -1,17 +1,21 @@
-"""SIGTERM to a server: answers may finish, and the log counts those that were cut off."""
+"""SIGTERM or SIGHUP to a server: answers may finish, and the log counts those that were cut off."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
+import time
 from contextlib import ExitStack
 
 import httpx
 import pytest
 
 from nanovllm.config import load_config
+from tests.bench.test_online import free_port
 from tests.end_to_end.demo_server import start
-from tests.end_to_end.test_operation import BODY, ROOT, SERVE
+from tests.end_to_end.test_operation import BODY, ROOT, SERVE, ask, served
 
 
 def test_answers_may_finish_for_a_minute_unless_the_recipe_says_less() -> None:
@@ -44,3 +48,35 @@ def test_the_log_counts_the_answers_that_were_cut(is_cut: bool) -> None:
     assert re.search(
         rf"info server draining open={2 + num_cut} limit_s={4 if is_cut else 60}\.", log
     )
+
+
+def test_a_closed_terminal_lets_requests_finish() -> None:
+    """It sends SIGHUP to all processes, and so may the shell, after its own."""
+    port = free_port()
+    with (
+        served(port, "--set", "paper.tokens_per_s=20", start_new_session=True) as process,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
+    ):
+        body = BODY | {"stream": True, "max_tokens": 40, "ignore_eos": True}
+        with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = response.iter_lines()
+            first = next(lines)
+            for _ in range(2):
+                os.killpg(process.pid, signal.SIGHUP)
+                time.sleep(0.6)
+            text = "\n".join([first, *lines])
+        assert text.count('"finish_reason":"length"') == 1 and "shutting_down" not in text
+        assert process.wait(20) == 0
+
+
+def test_nohup_keeps_a_server_whose_terminal_closes() -> None:
+    def ignore() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    port = free_port()
+    with served(port, start_new_session=True, preexec_fn=ignore) as process:
+        os.killpg(process.pid, signal.SIGHUP)
+        time.sleep(1.0)
+        assert ask(f"http://127.0.0.1:{port}").status_code == 200
+        process.terminate()
+        assert process.wait(20) == 0
