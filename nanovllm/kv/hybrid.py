@@ -77,7 +77,7 @@ class HybridMemory(TieredMemory):
         tier: HostTier | None = None,
     ) -> None:
         super().__init__(num_pages, page_tokens, prefix=prefix, tier=tier)
-        self.tier.forget = self._forget_below
+        self.tier.forget = self._forget_state
         self.every = every
         self.states = Checkpoints(num_checkpoints if prefix else 0, page_tokens)
         self.checkpoints, self.checkpoint_events = self.states.sizes, self.states.events
@@ -112,12 +112,13 @@ class HybridMemory(TieredMemory):
         is_worth = self._is_worth(known - prefix.num_cached)
         if is_worth and any(self.states.beyond(start, keys, known)):
             text.fork = known
-        if prefix.ticket and prefix.checkpoint < 0:
+        if not prefix.ticket:
+            return prefix
+        if prefix.checkpoint < 0:
             self._fetches[prefix.ticket] = keys, prefix.num_cached
-        if prefix.ticket:  # only the pages on the device are cached before the load has ended
-            named = self._holdings[request_id].num_named
-            return prefix._replace(num_cached=named * self.page_tokens)
-        return prefix
+        # Only the pages on the device are cached before the load has ended.
+        named = self._holdings[request_id].num_named
+        return prefix._replace(num_cached=named * self.page_tokens)
 
     def _is_worth(self, spared: int) -> bool:
         return self.prefix and spared >= self.page_tokens
@@ -127,7 +128,11 @@ class HybridMemory(TieredMemory):
 
     def find(self, keys: PageKeys, *, copies: bool = True) -> Found:
         """Return the longest prefix whose pages are cached and whose state was saved."""
-        pages, size = super().find(keys, copies=copies).pages, self.page_tokens
+        return self._up_to_state(keys, self._cached_pages(keys))
+
+    def _up_to_state(self, keys: PageKeys, pages: list[int]) -> Found:
+        """Return the leading `pages` of a text up to the longest checkpoint."""
+        size = self.page_tokens
         state = self.states.longest(keys, len(pages) * size)
         if state is None:
             return Found([], 0)
@@ -135,8 +140,8 @@ class HybridMemory(TieredMemory):
 
     def _find_on_tiers(self, keys: PageKeys) -> tuple[Found, list[Key]]:
         """Return the longest prefix that ends at a checkpoint, here or on the tier below."""
-        prefix, size = self.find(keys), self.page_tokens
-        pages = KVMemory.find(self, keys, copies=False).pages
+        pages, size = self._cached_pages(keys), self.page_tokens
+        prefix = self._up_to_state(keys, pages)
         below = self.tier.following(keys, len(pages), self._most_shared(keys))
         known = len(pages) + len(below)
         state = self.states.longest(keys, known * size)
@@ -352,14 +357,15 @@ class HybridMemory(TieredMemory):
             self.states.give_back(text.place)
 
     def _forget(self, page: int) -> None:
-        for key in self._keys_of.get(page, ()):
-            if key not in self.tier and (state := self.states.get(key)) is not None:
-                self.states.remove(state)
+        keys = self._keys_of.get(page, ())
         super()._forget(page)
+        for key in keys:
+            self._forget_state(key)
 
-    def _forget_below(self, key: Key) -> None:
-        """Remove the state of a page that has been evicted from host memory, its last tier."""
-        if key not in self._page_of and (state := self.states.get(key)) is not None:
+    def _forget_state(self, key: Key) -> None:
+        """Remove the state after a page that has left the device or host memory, if it was last."""
+        is_kept = key in self._page_of or key in self.tier
+        if not is_kept and (state := self.states.get(key)) is not None:
             self.states.remove(state)
 
 

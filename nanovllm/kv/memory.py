@@ -157,15 +157,20 @@ class KVMemory:
         """Return the longest reusable prefix. With `copies`, also match a partly filled last page,
         whose content must then be copied.
         """
+        pages = self._cached_pages(keys)
+        whole = copies and len(pages) == self._most_shared(keys) and self._copies_last(keys)
+        if whole and (source := self._page_of.get(keys.last(len(keys.tokens)))):
+            return Found(pages, len(keys.tokens) - 1, source)
+        return Found(pages, len(pages) * self.page_tokens)
+
+    def _cached_pages(self, keys: PageKeys) -> list[int]:
+        """Return the leading pages of a text that are cached and can be shared."""
         pages: list[int] = []
         most = self._most_shared(keys)
         while len(pages) < most and (page := self._page_of.get(keys.full(len(pages)))):
             pages.append(page)
         keys.num_known = len(pages)
-        whole = copies and len(pages) == most and self._copies_last(keys)
-        if whole and (source := self._page_of.get(keys.last(len(keys.tokens)))):
-            return Found(pages, len(keys.tokens) - 1, source)
-        return Found(pages, len(pages) * self.page_tokens)
+        return pages
 
     def _find_on_tiers(self, keys: PageKeys) -> tuple[Found, list[Key]]:
         """Return the longest prefix of all tiers, and the keys of its pages below the device.

@@ -47,11 +47,11 @@ class TieredMemory(KVMemory):
         if prefix.source:
             return prefix, []
         loads = self.tier.following(keys, len(prefix.pages), self._most_shared(keys))
-        num_loaded = self._worthwhile(loads, len(loads) * self.page_tokens)
-        if not num_loaded and self.tier.num_fetched(loads):  # perhaps without the tier below
+        chosen = self._worthwhile(loads, len(loads) * self.page_tokens)
+        if not chosen and self.tier.num_fetched(loads):  # perhaps without the tier below
             own = next(i for i, key in enumerate(loads) if key not in self.tier)
-            num_loaded = self._worthwhile(loads[:own], own * self.page_tokens)
-        return prefix, num_loaded
+            chosen = self._worthwhile(loads[:own], own * self.page_tokens)
+        return prefix, chosen
 
     def _worthwhile(self, loads: list[Key], num_tokens: int) -> list[Key]:
         """Return `loads` if they save `num_tokens` in less time than computing these takes."""
