@@ -1,5 +1,14 @@
 """Page allocation and prefix reuse for models that also have recurrent states.
 
+Adds to TieredMemory:
+
+    1. find             ends a prefix at the longest checkpoint
+    2. cut, extend      choose where a prompt's and an output's states are saved
+    3. publish, commit  register saved states
+    4. taken_moves      also stores a state for the disk
+    5. lend             lends a state with the pages before it
+    6. _forget          removes the state after a page that has left all tiers
+
 A prefix can be reused up to the last page end where all pages are cached and a state was saved.
 States are saved only if that saves at least a page of tokens:
 - At forks: where the cached pages of a prompt end and a longer checkpoint shares them, or where a
@@ -22,6 +31,11 @@ a state, and the state itself. A checkpoint is not changed while it is stored.
 
 Pages of another engine come with the state after the last one, as one load. A prefill engine lends
 both: the state is held in its place, like the pages, until the lease has ended.
+
+Decision: this is a subclass, not an object that the memory calls. Such an object would need some 20
+methods and the memory's table of pages. `find` and `reach` follow other rules here, which an
+object without states could not leave empty. The other methods would be calls without effect for all
+models without states.
 
 Decision: a checkpoint may be reassigned while steps that read or write it are in flight, because
 plans run in order on one stream. Within a plan, running states are saved first, then admissions
