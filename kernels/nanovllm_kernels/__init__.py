@@ -28,6 +28,7 @@ CHECKED = {  # folder: module: names of its case.Kernel objects, which are upper
     "sampling": {
         "batch_prep": "gather_rows write_back",
         "apply_mask": "apply_mask",
+        "draft_rows": "first_rows later_rows",
         "draw": "draw winners best",
         "thresholds": "thresholds",
         "ngram": "ngram",
