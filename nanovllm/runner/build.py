@@ -150,6 +150,7 @@ def drafter_of_model(
         resolved.drafts.backend,
         sampler,
         options=speculate,
+        kernel=resolved.recipe.kernels.batch_prep,
         page_tokens=resolved.page_tokens,
         max_tokens=max_tokens,
     )

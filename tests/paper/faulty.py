@@ -29,7 +29,8 @@ class Faulty(SourceFileLoader, MetaPathFinder):
     """Finder and loader of a mutant's module. It finds no other module."""
 
     def __init__(self, mutant: Mutant) -> None:
-        super().__init__(mutant.file.removesuffix(".py").replace("/", "."), str(ROOT / mutant.file))
+        module = mutant.file.removeprefix("kernels/").removesuffix(".py").replace("/", ".")
+        super().__init__(module, str(ROOT / mutant.file))
         self.mutant = mutant
 
     def find_spec(

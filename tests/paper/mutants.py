@@ -39,6 +39,7 @@ GIVEN_UP = "test_reads_that_a_rank_gives_up_end_the_load_and_rank_0_starts_no_ot
 FULL = "test_a_disk_that_is_full_on_one_rank_gets_no_more_writes_of_any"
 FROM_START = "test_a_rank_reports_a_disk_that_is_out_of_use_from_the_start"
 BATCH, DRAFTER = "nanovllm/runner/batch.py", "nanovllm/spec/model_drafter.py"
+ROWS = "kernels/nanovllm_kernels/sampling/draft_reference.py"
 SAMPLER = "nanovllm/sampling/sampler.py"
 LANES = "nanovllm/sched/lanes.py"
 
@@ -219,10 +220,15 @@ MUTANTS = [
     Mutant("drafts are looked up after a rest, not before its end", DRAFTING, "step + PROPOSED_BEFORE >=", "step >=", "test_drafts_that_fail_are_looked_up_in_few_steps"),
     Mutant("drafts that fail are looked up in every step", DRAFTING, "step + PROPOSED_BEFORE >= self._skip_until", "True", "test_drafts_that_fail_are_looked_up_in_few_steps"),
     Mutant("drafts are fed that no step proposed", DRAFTING, "self.most * self._proposed", "self.most", "test_a_model_whose_drafts_fail_proposes_in_few_steps"),
-    Mutant("drafts have the noise of the token before", DRAFTER, "logits_RV, slots_R, newest_R + nth)", "logits_RV, slots_R, newest_R + nth - 1)", "test_all_drafts_of_the_target_itself_are_accepted[16-hot]"),
-    Mutant("later passes are one position late", DRAFTER, "drafts[-1], newest_R + nth - 1)", "drafts[-1], newest_R + nth)", "test_all_drafts_of_the_target_itself_are_accepted"),
-    Mutant("drafts follow the last draft, accepted or not", DRAFTER, "step.lengths_N[rows_R] - lag - before_R", "fed_R + num_extra - 1", "test_each_step_accepts_the_drafts_that_transformers_would_propose"),
-    Mutant("the first pass leaves out the drawn token", DRAFTER, "num_extra, device = len(rows_R), 1 - lag,", "num_extra, device = len(rows_R), 0,", "test_keys_and_drafts_are_those_of_the_whole_text_at_once"),
+    Mutant("drafts have the noise of the token before", DRAFTER, "slots_R, draft_at_R)", "slots_R, draft_at_R - 1)", "test_all_drafts_of_the_target_itself_are_accepted[16-hot]"),
+    Mutant("later passes are one position late", ROWS, "placed(slots_R, at_R - lag,", "placed(slots_R, at_R + 1 - lag,", "test_all_drafts_of_the_target_itself_are_accepted"),
+    Mutant("drafts follow the last draft, accepted or not", ROWS, "starts_R1[:-1] + latest_R - lag - before_R", "starts_R1[1:] - 1", "test_each_step_accepts_the_drafts_that_transformers_would_propose"),
+    Mutant("the first pass leaves out the drawn token", DRAFTER, "len(step.rows_R), 1 - self.model.lag", "len(step.rows_R), 0", "test_keys_and_drafts_are_those_of_the_whole_text_at_once"),
+    Mutant("the page table ends before the drafts", DRAFTER, "target.max_length + self.num_drafts", "target.max_length", "test_keys_and_drafts_are_those_of_the_whole_text_at_once"),
+    Mutant("keys after the longest request replace its own", ROWS, ".where(positions_T < max_tokens, 0)", "", "test_the_rows_of_a_head"),
+    Mutant("drafts of padding rows are stored", ROWS, "    tokens_NL[-1].zero_()\n", "", "test_drafts_follow_the_latest_token_of_rows_that_drew_one"),
+    Mutant("rows that drew no token have drafts", ROWS, "nth * (slots_R != padding)", "nth", "test_drafts_follow_the_latest_token_of_rows_that_drew_one"),
+    Mutant("a corrupted draft is fed", ROWS, "drawn_R.clamp(min=0)", "drawn_R", "test_the_rows_of_a_head"),
     Mutant("lanes take unequal numbers of draft steps", LANES, "lane_tokens=most, proposes=proposes,", "lane_tokens=most,", "test_lanes_never_change_the_text"),
     Mutant("lanes propose at different times", LANES, "draws_late=late)", "draws_late=bool(plan.masked))", "test_lanes_never_change_the_text"),
     Mutant("the page table keeps pages of an earlier request", BATCH, "            self.pages_NM.index_fill_(0, at_N, 0)\n", "            pass\n", "test_pages_that_a_slot_does_not_have_are_the_padding_page"),
