@@ -243,6 +243,8 @@ OTHERS = {
         "tiled_gate_up": ("T=2 K=4 E=24 F=200 D=136 fp8 experts 20-22 all to the last",),
         "thresholds": ("S=5 V=6007 k=20 p=0.9 min_p_gap=-inf float32",),
         "ngram": ("R=1 L=300 V=1 30-1024",),
+        "first_rows": ("R=7 W=none page=128 lag=0", "R=150 W=4 page=16 lag=1"),
+        "later_rows": ("R=1 nth=3 page=128 lag=0", "R=127 nth=2 page=16 lag=1"),
     },
 }  # fmt: skip
 

@@ -27,7 +27,7 @@ Lists = list[list[int]]
 
 @in_parent
 def test_in_the_interpreter() -> None:
-    passes(__file__, 18)
+    passes(__file__, 20)
 
 
 @dataclass
@@ -288,3 +288,23 @@ def test_a_first_pass_at_the_longest_request(lag: int) -> None:
             [12, 7, 1],
         ]
     )
+
+
+@LAGS
+def test_a_first_row_without_tokens_and_more_pages_than_tokens(lag: int) -> None:
+    """As in a capture, whose rows are padding. The index of its sampled token is not negative."""
+    state = State([0, 0], [[7] * 15, [0] * 15], [[21, 22, 23, 24], [0] * 4])
+    with patch.object(draft_rows, "BLOCK", 2):
+        results = TESTED.first_rows(
+            slots_R=torch.tensor([0]),
+            starts_R1=int32([0, 0]),
+            lengths_R=int32([0]),
+            **state.tensors(),
+            lag=lag,
+            page_tokens=PAGE_TOKENS,
+            max_tokens=MAX_TOKENS,
+            num_pages=4,
+            num_tokens=1,
+        )
+    *_, sampled, draft_at, table = lists(results)
+    assert (sampled, draft_at, table) == ([0], [1], [[21, 22, 23, 24]])
