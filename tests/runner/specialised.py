@@ -242,6 +242,14 @@ def imagine_a_gpu(notes: Notes, major: int = 9) -> None:
             "nanovllm_kernels.sampling.batch_reference:write_back",
         ),
         (
+            "nanovllm_kernels.sampling.draft_rows:first_rows",
+            "nanovllm_kernels.sampling.draft_reference:first_rows",
+        ),
+        (
+            "nanovllm_kernels.sampling.draft_rows:later_rows",
+            "nanovllm_kernels.sampling.draft_reference:later_rows",
+        ),
+        (
             "nanovllm_kernels.sampling.ngram:ngram",
             "nanovllm_kernels.sampling.ngram_reference:ngram",
         ),
