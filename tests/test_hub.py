@@ -163,7 +163,7 @@ def test_a_network_that_swallows_connections_is_not_waited_for(tmp_path) -> None
     url, begun = f"http://127.0.0.1:{server.getsockname()[1]}", time.monotonic()
     code, line, _ = serve(tmp_path, "some/model", HF_ENDPOINT=url)
     assert code == 2 and f"no connection to {url} (no answer within 1.5 s)" in line
-    assert time.monotonic() - begun < 10  # 3 s on an idle machine
+    assert time.monotonic() - begun < 30  # 3 s on an idle machine
     for one in (server, *waiting):
         one.close()
 

@@ -112,8 +112,8 @@ def test_what_another_client_sent_shows_in_no_time_size_or_file(tmp_path: Path) 
             took, cached, _ = timed(server, f"a{name}", "a")
             seconds["own"].append(took)
             assert cached == 640
-        # The fastest of three says least about what else runs. A hit takes a sixth of the time,
-        # and half of it on a busy machine with a slow disk. The limit lies between both kinds.
+        # The fastest of three depends least on other programs. A hit takes a sixth of the time on
+        # an idle machine and half of it on a busy one with a slow disk. The limit is between both.
         new, other, own = (min(times) for times in seconds.values())
         assert own < 0.8 * new and (own + new) / 2 < other < 1.66 * new, (tier, seconds)
         eventually(lambda n=num_files: len(page_files(tmp_path)) == n, 20)

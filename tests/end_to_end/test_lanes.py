@@ -104,8 +104,8 @@ def test_a_lost_lane_ends_streams_and_server(two: Server, name: str, number: int
             with pytest.raises(openai.APIError):
                 for _ in stream:
                     pass
-        assert time.monotonic() - lost < 5
-    assert two.process.wait(15 - (time.monotonic() - lost)) == 1
+        assert time.monotonic() - lost < 20
+    assert two.process.wait(25 - (time.monotonic() - lost)) == 1
     all_leave(children)
 
 

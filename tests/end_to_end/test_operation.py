@@ -123,9 +123,9 @@ def test_a_second_signal_ends_at_once(first: int, second: int, code: int) -> Non
             assert response.status_code == 200
             server.process.send_signal(first)
             with pytest.raises(subprocess.TimeoutExpired):
-                server.process.wait(0.7)  # the request may finish
+                server.process.wait(1.5)  # the request may finish
             server.process.send_signal(second)
-            assert server.process.wait(5) == code
+            assert server.process.wait(20) == code
     all_leave(server, before)
 
 
@@ -134,7 +134,7 @@ def test_a_signal_while_starting_ends_the_start() -> None:
     assert process.stdout is not None and b"starting demo" in process.stdout.readline()
     assert b"importing torch" in process.stdout.readline()
     process.terminate()
-    assert process.wait(10) == 0
+    assert process.wait(30) == 0
     assert b"is served at" not in process.stdout.read()
 
 
@@ -237,7 +237,7 @@ def test_nobody_waits_for_requests_that_no_engine_is_left_for(
     deaf = Deaf()
     launch.stop([deaf], 60, Lost())  # type: ignore[list-item, arg-type]
     assert deaf.exitcode == -9
-    assert 0.4 < time.monotonic() - asked[2] < 5
+    assert 0.4 < time.monotonic() - asked[2] < 20
 
 
 # -- many clients ------------------------------------------------------------------------------

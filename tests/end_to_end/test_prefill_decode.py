@@ -101,7 +101,7 @@ def alone(servers: Servers, body: dict[str, Any]) -> str:
 
 
 def eventually(holds: Any) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not holds():
         assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.05)
@@ -212,7 +212,7 @@ def test_an_abort_while_pages_arrive_and_a_frozen_p(servers: Servers) -> None:
             httpx.post(servers.d.url + CHAT, json=body, timeout=0.5)
         began = time.monotonic()
         text, cached = servers.decode(second, more)
-        assert time.monotonic() - began < 8 and cached == 0
+        assert time.monotonic() - began < 20 and cached == 0
     finally:
         os.kill(servers.p.engine_pid(), signal.SIGCONT)
     assert text == alone(servers, second)
@@ -233,7 +233,7 @@ def test_p_is_killed(servers: Servers) -> None:
         os.kill(pid, signal.SIGKILL)
     began = time.monotonic()
     text, cached = servers.decode(body, params)
-    assert cached == 0 and time.monotonic() - began < 5 and text == alone(servers, body)
+    assert cached == 0 and time.monotonic() - began < 20 and text == alone(servers, body)
     assert servers.d.metric("vllm:kv_cache_usage_perc") == 0
     assert servers.d.stop() == 0
 
@@ -261,7 +261,7 @@ def test_servers_with_other_numbers_of_ranks(ranks: tuple[int, int]) -> None:
         os.kill(frozen, signal.SIGSTOP)
         began = time.monotonic()
         text, cached = servers.decode(third, params)
-        assert cached == 0 and time.monotonic() - began < 8 and text == alone(servers, third)
+        assert cached == 0 and time.monotonic() - began < 20 and text == alone(servers, third)
         eventually(lambda: servers.d.metric("vllm:kv_cache_usage_perc") == 0)
         assert servers.d.stop() == 0
     finally:

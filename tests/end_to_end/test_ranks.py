@@ -108,7 +108,7 @@ class Lossy:
         self.lost = time.monotonic()
 
     def assert_gone(self) -> None:
-        assert self.server.process.wait(15 - (time.monotonic() - self.lost)) == 1
+        assert self.server.process.wait(25 - (time.monotonic() - self.lost)) == 1
         all_leave(self.children)
         assert os.listdir(self.folder) == []
         assert str(self.folder) not in Path("/proc/net/unix").read_text()
@@ -129,7 +129,7 @@ def test_a_lost_rank_ends_streams_and_server(tp: int, name: str, number: int, fo
             for at, _ in enumerate(stream):
                 if at == 3:
                     lossy.lose(name, number)
-        assert time.monotonic() - lossy.lost < 5
+        assert time.monotonic() - lossy.lost < 20
         lossy.assert_gone()
 
 
@@ -150,7 +150,7 @@ def test_a_rank_that_is_lost_while_requests_finish_ends_them(folder: Path) -> No
                 lossy.server.process.terminate()
             if at == 6:
                 lossy.lose("nanovllm-rank1", signal.SIGSTOP)
-    assert time.monotonic() - lossy.lost < 5
+    assert time.monotonic() - lossy.lost < 20
     lossy.assert_gone()
 
 
@@ -230,7 +230,7 @@ def test_a_rank_that_ends_while_loading_is_one_line_though_another_hangs(folder:
     children = server.children()
     for name, number in zip(names, (signal.SIGSTOP, signal.SIGKILL), strict=True):
         os.kill(pid_of(server, name), number)
-    output, errors = process.communicate(timeout=10)
+    output, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert errors == "error: nanovllm-rank1 ended by SIGKILL (9); out of memory?\n"
     assert "is served at" not in output

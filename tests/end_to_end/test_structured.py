@@ -174,10 +174,10 @@ def test_heavy_grammars_whose_clients_leave_hold_nobody(server) -> None:
         **asked(ADA, extra_body={"structured_outputs": {"choice": ["first"]}})
     )  # starts everything that starts with the first grammar
     threads = num_threads(server)
-    assert asyncio.run(everyone()) < 3
+    assert asyncio.run(everyone()) < 15
     assert server.metric("nanovllm:grammar_compilations_waiting") == 0
     assert num_threads(server) <= threads
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while num_compiling(server):
         assert time.monotonic() < deadline
         time.sleep(0.05)

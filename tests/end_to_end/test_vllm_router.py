@@ -49,7 +49,7 @@ def choices(answer: httpx.Response) -> Any:
 def line_of(server: Server, answer: httpx.Response) -> str:
     """Return the server's log line of an answered request. It may come after the answer."""
     name = f"id={answer.json()['id'].removeprefix('chatcmpl-')} "
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not (found := [line for line in server.lines if name in line]):
         assert time.monotonic() < deadline, f"no line with {name}"
         time.sleep(0.05)

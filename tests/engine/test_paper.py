@@ -31,6 +31,7 @@ from nanovllm.wire import Generate, Sampling, StepOutput
 from tests.bench.test_online import free_port
 from tests.end_to_end.demo_server import Server, start
 from tests.engine.no_grammars import NoGrammars
+from tests.times import least
 
 ROOT = Path(__file__).parents[2]
 RECIPE = str(ROOT / "recipes" / "paper.yaml")
@@ -139,12 +140,15 @@ def test_two_api_processes_serve_one_port_at_the_engine_s_rate(server: Server) -
         async with server.async_client() as client:
             return list(await asyncio.gather(*(ask(client, 60 + i % 5) for i in range(32))))
 
-    begin = time.monotonic()
-    answers = asyncio.run(everyone())
-    duration = time.monotonic() - begin
-    assert [text for text, _ in answers] == [spoken(60 + i % 5) for i in range(32)]
-    assert min(seconds for _, seconds in answers) >= 59 / 400
-    assert duration < 32 * 60 / 400  # requests did not run one after the other
+    def duration_s() -> float:
+        begin = time.monotonic()
+        answers = asyncio.run(everyone())
+        assert [text for text, _ in answers] == [spoken(60 + i % 5) for i in range(32)]
+        assert min(seconds for _, seconds in answers) >= 59 / 400
+        return time.monotonic() - begin
+
+    limit_s = 32 * 60 / 400  # requests do not run one after the other
+    assert least(duration_s, limit_s) < limit_s
 
 
 def test_both_api_processes_take_connections(server: Server) -> None:
@@ -203,7 +207,7 @@ def test_cpu_time_is_that_of_the_named_children_and_their_own() -> None:
         "import subprocess, sys, time\n"
         "open('/proc/self/comm', 'w').write(sys.argv[1])\n"
         f"{spin}"
-        "subprocess.Popen([sys.executable, '-c', sys.argv[2]])\n"
+        "subprocess.Popen([sys.executable, '-IS', '-c', sys.argv[2]])\n"
         "print('spun', flush=True)\n"
         "time.sleep(60)\n"
     )

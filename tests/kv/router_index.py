@@ -46,7 +46,7 @@ class Subscriber:
         dealer.send_multipart([b"", first.to_bytes(8, "big")])
         found = []
         while True:
-            assert dealer.poll(5000), "the replay does not end"
+            assert dealer.poll(30_000), "the replay does not end"
             empty, topic, number, payload = dealer.recv_multipart()
             assert empty == b"" and topic.startswith(b"kv@")
             if int.from_bytes(number, "big", signed=True) == -1:

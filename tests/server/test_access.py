@@ -83,7 +83,7 @@ def test_a_name_that_the_recipe_allows(named) -> None:
 
 
 def test_a_client_of_http_1_0_may_leave_it_out(api) -> None:
-    with socket.create_connection(("127.0.0.1", port_of(api)), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", port_of(api)), timeout=30) as sock:
         sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")
         assert sock.recv(1000).startswith(b"HTTP/1.1 200 ")
 
@@ -98,7 +98,7 @@ def test_the_target_counts_more_than_the_header(api) -> None:
         ("http://[::1]:8000/health", "rebind.test", 200),
         ("http://localhost/health", "rebind.test", 200),
     ):
-        with socket.create_connection(("127.0.0.1", port_of(api)), timeout=10) as sock:
+        with socket.create_connection(("127.0.0.1", port_of(api)), timeout=30) as sock:
             sock.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
             assert sock.recv(1000).startswith(b"HTTP/1.1 %d " % status), target
 

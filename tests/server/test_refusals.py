@@ -99,7 +99,7 @@ def test_what_a_server_logs(tmp_path) -> None:
         api.http.post(CHAT, json=body(model="gpt-9"))
         api.http.delete("/v1/models")
         api.http.post(CHAT, content=b"{}", headers={"content-type": "text/plain"})
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
             sock.sendall(b"rubbish\x1b[2J\r\n\r\n")
             assert sock.recv(100)
         eventually(lambda: len(lines(api)) == 8)

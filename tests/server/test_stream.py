@@ -17,6 +17,7 @@ from nanovllm.server.served import Served
 from nanovllm.server.stream import Stream
 from nanovllm.wire import Finish, FinishReason, Generate, Refusal, RefusalKind, Started
 from tests.server.fake_engine import READY
+from tests.times import run_virtually
 
 
 class Client:
@@ -151,7 +152,7 @@ def test_a_stream_that_waits_gets_comments_then_its_events(served) -> None:
         stream.flush()
         assert client.text == text
 
-    asyncio.run(main())
+    run_virtually(main())
 
 
 def test_a_stream_with_events_gets_no_comments(served) -> None:
@@ -163,7 +164,7 @@ def test_a_stream_with_events_gets_no_comments(served) -> None:
             stream.flush()
         assert client.text.count("data: ") == 7 and "keep-alive" not in client.text
 
-    asyncio.run(main())
+    run_virtually(main())
 
 
 def test_a_refusal_after_a_comment_is_an_event(served) -> None:
@@ -177,7 +178,7 @@ def test_a_refusal_after_a_comment_is_an_event(served) -> None:
         assert 2 in engine.aborted
         assert metrics.rejected["queue_full"] == 1
 
-    asyncio.run(main())
+    run_virtually(main())
 
 
 def test_one_write_a_step_however_many_choices_and_tokens(served) -> None:
@@ -190,7 +191,7 @@ def test_one_write_a_step_however_many_choices_and_tokens(served) -> None:
             assert client.num_writes == num_steps
         assert client.text.count("data: ") == 3 + 2 * 3
 
-    asyncio.run(main())
+    run_virtually(main())
 
 
 def test_tokens_of_one_step_share_the_time_since_the_step_before(served) -> None:
@@ -209,7 +210,7 @@ def test_tokens_of_one_step_share_the_time_since_the_step_before(served) -> None
         assert found.counts[bisect_left(found.bounds, 0.39)] == 3  # 1.17 s for three of them
         assert found.counts[bisect_left(found.bounds, 0.18)] == 1
 
-    asyncio.run(main())
+    run_virtually(main())
 
 
 def test_choices_run_side_by_side(served) -> None:
@@ -224,7 +225,7 @@ def test_choices_run_side_by_side(served) -> None:
         found = metrics.inter_token_s
         assert (sum(found.counts), found.total) == (3, pytest.approx(3 * 0.45))
 
-    asyncio.run(main())
+    run_virtually(main())
 
 
 def test_the_clock_starts_and_stops_where_it_should(served) -> None:
@@ -256,4 +257,4 @@ def test_the_clock_starts_and_stops_where_it_should(served) -> None:
         }
         assert expected == {name: pytest.approx(got[name]) for name in expected}
 
-    asyncio.run(main())
+    run_virtually(main())

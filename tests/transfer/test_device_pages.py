@@ -231,7 +231,7 @@ def test_p_dies_during_the_copy_and_its_handle_is_not_used_again(p: PrefillEngin
         reader.before = p.server.close
         began = time.monotonic()
         ok, arrivals = fetch(d, p.ticket(1, 2))
-        assert not ok and not arrivals.filled and time.monotonic() - began < 2
+        assert not ok and not arrivals.filled and time.monotonic() - began < 15
         eventually(lambda: reader.closed == [b"p1"])
         reader.before = lambda: None
         p.engine, again = p.engine, offering("p2", port)
@@ -265,13 +265,13 @@ def test_cancel_waits_for_the_copy(p: PrefillEngine) -> None:
     reader.before = lambda: begun.set() or going.wait(30)
     with client_of(reader, p) as d:
         started = Started(d, p.ticket(1, 2))
-        assert begun.wait(10)
+        assert begun.wait(30)
         cancelled = threading.Thread(target=d.cancel, args=(started.number,))
         cancelled.start()
         time.sleep(0.05)
         assert cancelled.is_alive() and not reader.pages
         going.set()
-        cancelled.join(10)
+        cancelled.join(30)
         assert not cancelled.is_alive() and len(reader.pages) == 2 and d.poll() == []
         eventually(lambda: p.leases.counts["not wanted"] == 1)
         assert not started.arrivals.filled and fetch(d, p.ticket(1))[0] is True

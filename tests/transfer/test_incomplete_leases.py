@@ -84,7 +84,7 @@ def test_a_wait_ends_at_once(way: str, found: int | None) -> None:
             leases.revoke(generation)
         case _:
             leases.finish(generation, "not wanted")
-    thread.join(10)
+    thread.join(20)
     assert found_by == [found]
 
 
@@ -98,7 +98,7 @@ def test_p_sends_no_page_before_it_is_computed(p: PrefillEngine) -> None:
         connection.send(encode(WaitForPages(generation, 2)))
         found, _ = decode(connection.receive(buffer), msgspec.msgpack.Decoder[ToD](ToD))
         assert found == ReadyPages(generation, 1)
-        assert WAIT_S <= time.monotonic() - began < 5
+        assert WAIT_S <= time.monotonic() - began < 15
         connection.send(encode(ReadPages(generation, 0, 2)))
         with pytest.raises(OSError):
             connection.receive(buffer)
@@ -124,6 +124,7 @@ def test_pages_are_read_as_they_are_computed(p: PrefillEngine) -> None:
         eventually(lambda: d.reads_from("p1"))
         buffers, arrivals = blank(7), Arrivals({})
         ticket = incomplete(p, *range(1, 8), num_ready=1)
+        began = time.monotonic()
         number = d.fetch(ticket, buffers, arrivals=arrivals)
         for ready in (1, 3, 7):
             p.leases.advance(ticket.generation, ready)
@@ -133,7 +134,8 @@ def test_pages_are_read_as_they_are_computed(p: PrefillEngine) -> None:
         assert result(d, number) is True
         assert [bytes(one) for one in buffers] == p.pool[1:8]
         ((num_bytes, seconds),) = d.reads
-        assert num_bytes == 7 * PAGE_BYTES and 0 < seconds < 5 * WAIT_S
+        assert num_bytes == 7 * PAGE_BYTES
+        assert 0 < seconds < time.monotonic() - began - 6 * WAIT_S  # it waited for 3 in each pause
         assert arrivals.were_awaited
         whole = Arrivals({})
         assert result(d, d.fetch(p.ticket(1), blank(1), arrivals=whole)) is True
@@ -147,17 +149,18 @@ def test_other_tickets_are_read_while_one_is_computed(p: PrefillEngine) -> None:
         numbers = [d.fetch(ticket, blank(len(ticket.pages))) for ticket in slow]
         slow += [incomplete(p, page, num_ready=0) for page in range(10, 19)]
         numbers += [d.fetch(ticket, blank(1)) for ticket in slow[2:]]
-        began = time.monotonic()
-        for page in (7, 8, 9):
-            buffers = blank(1)
+        took_s = []
+        for page in range(4, 10):
+            buffers, began = blank(1), time.monotonic()
             assert result(d, d.fetch(p.ticket(page), buffers)) is True
+            took_s.append(time.monotonic() - began)
             assert bytes(buffers[0]) == p.pool[page]
-        assert time.monotonic() - began < 3 * 2 * WAIT_S + 0.5  # each waits for one round
+        assert min(took_s) < 2 * WAIT_S  # each waits for one round
         for number, ticket in zip(numbers[::-1], slow[::-1], strict=True):
             p.leases.advance(ticket.generation, len(ticket.pages))
             assert result(d, number) is True
-        assert p.server.counts["pages"] == 15
-        eventually(lambda: p.leases.counts["done"] == 14)
+        assert p.server.counts["pages"] == 18
+        eventually(lambda: p.leases.counts["done"] == 17)
 
 
 @pytest.mark.parametrize("way", ["cancelled", "revoked", "P is gone"])
@@ -178,14 +181,14 @@ def test_a_wait_for_pages_that_do_not_come(way: str, p: PrefillEngine) -> None:
                 assert p.leases.revoke(ticket.generation) is not None
             found: dict[int, bool] = {}
             while len(found) < 2:
-                assert d.wait(10)
+                assert d.wait(30)
                 found |= dict(d.poll())
             assert found == dict.fromkeys(numbers, False)
         else:
             p.server.close()
             eventually(lambda: len(d._results._results) == 2)
             assert dict(d.poll()) == dict.fromkeys(numbers, False)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
 
 
 def test_heartbeats_go_on_while_d_waits(p: PrefillEngine) -> None:

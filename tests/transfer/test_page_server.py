@@ -128,7 +128,7 @@ class LateLock:
     def __enter__(self) -> None:
         if threading.current_thread().name == "transfer-accept":
             self.is_wanted.set()
-            self.going.wait(10)
+            self.going.wait(30)
         self.lock.acquire()
 
     def __exit__(self, *_: object) -> None:
@@ -140,7 +140,7 @@ def test_a_connection_that_is_accepted_during_close() -> None:
     server, lock = PrefillEngine().server, LateLock()
     server._lock = lock  # type: ignore[assignment]
     with socket.create_connection(server.address, 2) as sock:
-        assert lock.is_wanted.wait(10)
+        assert lock.is_wanted.wait(30)
         server.close()
         lock.going.set()
         assert sock.recv(1) == b""

@@ -65,7 +65,7 @@ class Pair:
         buffers = [bytearray(PAGE_BYTES) for _ in places]
         pages = [(KEYS.full(i), memoryview(b)) for i, b in zip(places, buffers, strict=True)]
         numbers = [*self.d.read_all(pages)]
-        assert len(numbers) == 1 and self.d._client.wait(10)
+        assert len(numbers) == 1 and self.d._client.wait(30)
         ((number, ok),) = self.d.poll()
         assert number == numbers[0]
         return ok, [bytes(buffer) for buffer in buffers]
@@ -206,10 +206,10 @@ def test_another_secret(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_lease_of_a_waiting_request_is_extended_then_lost_with_p() -> None:
-    pair = Pair(lease_s=0.4)
+    pair = Pair(lease_s=1.0)
     pair.connect()
     pair.offer(pair.ticket())
-    time.sleep(1.0)
+    time.sleep(1.5)
     assert len(pair.p.leases) == 1 and not pair.ended
     pair.p.server.close()
     ok, _ = pair.read(0, 1, 2)

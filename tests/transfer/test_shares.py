@@ -77,7 +77,7 @@ def test_another_rank_of_d_reads_what_rank_0_announces() -> None:
     buffer = bytearray(LIMITS.page_bytes)
     assert pair.read(0, 1, 2)[0] and not pair.ended
     other.read_all([(KEYS.full(1), memoryview(buffer))])
-    assert other._client.wait(10) and [ok for _, ok in other.poll()] == [True]
+    assert other._client.wait(30) and [ok for _, ok in other.poll()] == [True]
     assert bytes(buffer) == content(1)
     eventually(lambda: [lease.pages for lease in pair.ended] == [(3, 1, 2)])
     pair.d.settle(7)
@@ -87,7 +87,7 @@ def test_another_rank_of_d_reads_what_rank_0_announces() -> None:
     pair.offer(pair.ticket())
     other.follow(announced.pop()._replace(text="forged"))
     (number,) = other.read_all([(KEYS.full(0), memoryview(buffer))])
-    assert other._client.wait(10) and other.poll() == [(number, False)]
+    assert other._client.wait(30) and other.poll() == [(number, False)]
     assert other.counts == {"read": 1, "malformed": 1}
     for end in (other, pair.d, pair.p):
         end.close()

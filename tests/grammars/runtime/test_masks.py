@@ -176,11 +176,11 @@ def test_a_heavy_grammar_really_ends(made) -> None:
     assert found is again
     reason = "the grammar takes more than 1.5 s of CPU time to compile"
     assert found[:2] == (RefusalKind.INVALID, reason)
-    assert time.monotonic() - begun < WALL_FACTOR * COMPILE_S + 5
+    assert time.monotonic() - begun < WALL_FACTOR * COMPILE_S + 20
     server = made._trials._process.pid
     children = Path(f"/proc/{server}/task/{server}/children")
     while children.read_text().split():
-        assert time.monotonic() - begun < WALL_FACTOR * COMPILE_S + 10
+        assert time.monotonic() - begun < WALL_FACTOR * COMPILE_S + 40
         time.sleep(0.01)
 
 

@@ -186,7 +186,7 @@ def test_200_grammars_start_two_threads(trials) -> None:
     asking.check_empty()
     asking.queue.close()
     for worker in asking.queue._workers:
-        worker.join(5)
+        worker.join(20)
     assert threading.active_count() == before
 
 

@@ -80,7 +80,7 @@ def test_one_that_is_cancelled_is_ended_at_once(trials, tmp_path) -> None:
     waiting.start()
     pids = [pid for pid, _ in logged(tmp_path / "pids", 1)]
     trial.cancel()
-    waiting.join(5)
+    waiting.join(20)
     assert ended == [TrialDiedError]
     wait_gone(pids)
     trial.cancel()  # a second call has no effect
@@ -126,7 +126,7 @@ def test_interrupts_are_ignored_and_there_are_no_zombies(trials) -> None:
     assert ask(trials, "fine") == ""
     assert server_of(trials) == server
     children = Path(f"/proc/{server}/task/{server}/children")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while children.read_text().split():
         assert time.monotonic() < deadline
         time.sleep(0.01)
