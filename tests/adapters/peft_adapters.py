@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from nanovllm.adapters.section import located
 from nanovllm.config import Adapters, Config
 from tests.models.tiny import config_of
-from tests.whole_engine import reference
+from tests.whole_engine import references
 
 DENSE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -45,7 +45,7 @@ def texts_of(
 ) -> list[list[int]]:
     """Return PEFT's greedy text of each prompt."""
     model = peft_model(model_folder, adapter)
-    return [reference(model, prompt, max_new) for prompt in prompts]
+    return references(model, prompts, max_new)
 
 
 def config_with(model_folder: Path, folder: Path, **settings: Any) -> Config:

@@ -14,7 +14,7 @@ from nanovllm.attention.delta_triton import TRITON
 from nanovllm.config import ConfigError, Speculate
 from tests.interpreted import in_interpreter, in_parent, passes
 from tests.models.tiny import NEXT, config_of, make_tiny
-from tests.whole_engine import WholeEngine, reference
+from tests.whole_engine import WholeEngine, references
 
 DRAFTED = Speculate(method="ngram", tokens=2)
 LENGTHS, NEW = (5, 66), 8
@@ -56,5 +56,4 @@ def test_engines_write_what_transformers_writes(heads, speculate, tmp_path, monk
     for name, prompt in enumerate(prompts):
         engine.submit(name, prompt, NEW)
     engine.run()
-    for name, prompt in enumerate(prompts):
-        assert engine.text[name] == reference(model, prompt, NEW), name
+    assert engine.text == dict(enumerate(references(model, prompts, NEW)))

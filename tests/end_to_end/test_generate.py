@@ -14,7 +14,7 @@ from nanovllm.config import Config
 from nanovllm.kv.hybrid import HybridMemory
 from nanovllm.wire import Abort, FinishReason, Sampling
 from tests.models.tiny import CASES, TOLD, config_of, make_tiny
-from tests.whole_engine import WholeEngine, prompts_of, reference
+from tests.whole_engine import WholeEngine, prompts_of, references
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -22,7 +22,7 @@ def test_single_requests_and_a_mixed_batch(case: str, tmp_path: Path) -> None:
     family, overrides = CASES[case]
     model = make_tiny(tmp_path, family, **overrides)
     prompts = prompts_of(4)
-    expected = {i: reference(model, p, 12) for i, p in enumerate(prompts)}
+    expected = dict(enumerate(references(model, prompts, 12)))
     alone = WholeEngine(config_of(tmp_path), prefix=False)
     for i, prompt in enumerate(prompts):
         alone.submit(i, prompt, 12)
@@ -46,7 +46,7 @@ def tiny(
     prompts = prompts_of(10, seed=1)
     prompts[3] = [*prompts[2][:20], 5]
     prompts[4] = [*prompts[2][:20], 6, 7]
-    return config_of(folder), prompts, [reference(model, p, 20) for p in prompts]
+    return config_of(folder), prompts, references(model, prompts, 20)
 
 
 def reusable(engine: WholeEngine, num_tokens: int) -> int:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from nanovllm.config import Config, Speculate
 from nanovllm.wire import Abort, FinishReason, Sampling, TokenLogprobs
 from tests.models.tiny import CASES, TOLD, config_of, make_tiny
-from tests.whole_engine import GREEDY, WholeEngine, reference
+from tests.whole_engine import GREEDY, WholeEngine, references
 
 NGRAM = Speculate(method="ngram", tokens=3, min_match=1, max_match=4)
 STEM = [5, 6, 7, 8, 9, 5, 6, 7]
@@ -42,7 +42,7 @@ def config(
     folder: Path = tmp_path_factory.mktemp("tiny")
     family, overrides = CASES[request.param]
     model = make_tiny(folder, family, **overrides)
-    return config_of(folder), [reference(model, prompt, MAX_NEW) for prompt in PROMPTS]
+    return config_of(folder), references(model, PROMPTS, MAX_NEW)
 
 
 def told(

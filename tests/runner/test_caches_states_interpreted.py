@@ -13,7 +13,7 @@ from nanovllm.config import Speculate
 from nanovllm.layers import kernels
 from tests.interpreted import in_interpreter, in_parent, passes
 from tests.models.tiny import CASES, config_of, make_tiny
-from tests.whole_engine import WholeEngine, prompts_of, reference
+from tests.whole_engine import WholeEngine, prompts_of, references
 
 
 @in_parent
@@ -40,5 +40,5 @@ def test_text_is_the_references(
         engine.submit(i, prompt, 10)
         engine.loop.step()
     engine.run()
-    assert [engine.text[i] for i in range(3)] == [reference(model, each, 10) for each in prompts]
+    assert [engine.text[i] for i in range(3)] == references(model, prompts, 10)
     assert speculate is None or engine.scheduler.stats().accepted_tokens > 0

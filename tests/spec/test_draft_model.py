@@ -14,7 +14,7 @@ from nanovllm.config import DEMO, Config, Speculate, load_config
 from nanovllm.wire import Sampling
 from tests.end_to_end.test_speculation import PROMPTS, WISHES, check_batched, told
 from tests.models.tiny import CASES, config_of, make_tiny
-from tests.whole_engine import GREEDY, WholeEngine, greedy, prompts_of, reference
+from tests.whole_engine import GREEDY, WholeEngine, greedy_texts, prompts_of, reference
 
 HOT = Sampling(temperature=1.0, seed=3)
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -145,7 +145,7 @@ def test_each_step_accepts_the_drafts_that_transformers_would_propose(
     accepted, at = [0] * tokens, len(prompt)
     while at + 1 < len(text):
         room = min(tokens, len(text) - at - 2)
-        drafts = greedy(model, text[: at + 1], room)[0] if room else []
+        drafts = greedy_texts(model, [text[: at + 1]], room)[0][0] if room else []
         while drafts and drafts[0] == text[at + 1]:
             accepted[room - len(drafts)] += 1
             at, drafts = at + 1, drafts[1:]
