@@ -43,7 +43,7 @@ def pid_of(server: Server, name: str) -> int:
 
 
 def all_leave(children: dict[int, str]) -> None:
-    eventually(lambda: all(map(has_left, children)), 5)
+    eventually(lambda: all(map(has_left, children)), 20)
 
 
 @pytest.fixture(scope="module")
