@@ -213,7 +213,7 @@ class RowBuilder:
     ) -> StepRows:
         """Return the first static rows for a capture, without values on the host.
 
-        There are `num_rows` rows, by default as many as tokens.
+        There are `num_rows` rows, by default one per token.
         """
         most = num_tokens if num_rows is None else num_rows
         slots_R, counts_R = self.static_slots_R[:most], self.static_counts_R[:most]

@@ -9,8 +9,8 @@
     draw_without_drafts  draws, written to the slots, and keys     after `decode`, if the plan wants
                          and values of the draft model             no drafts (StepPlan.proposes)
 
-Passes of a draft model take as many rows as the graph has, and a graph cannot know how its tokens
-are divided into rows. So a draw has graphs for several numbers of rows.
+Passes of a draft model take all rows of the graph, and a graph cannot know how its tokens are
+divided into rows. So a draw has graphs for several numbers of rows.
 
 A step whose size has no graph runs eagerly. A draw does so, too, if a row needs more than its seed
 and temperature (Sampler.plain). Steps with a row that has an adapter have graphs of their own.

@@ -98,8 +98,8 @@ class Captured:
 class DecodeGraphs:
     """Graphs of `run`, which maps the rows of a decode step to device tensors, one per size.
 
-    A size fixes the number of tokens; their division into rows may differ in each replay. There are
-    at most as many rows as tokens, or fewer if each row has `tokens_per_row` tokens on average.
+    A size fixes the number of tokens; their division into rows may differ in each replay. There is
+    room for one row per token, or for fewer if rows have `tokens_per_row` tokens on average.
     `keep` selects the part of the output that is stored, since stored tensors of all sizes take
     memory.
     """
@@ -118,11 +118,11 @@ class DecodeGraphs:
         self.captured: dict[Size, Captured] = {}
 
     def most_rows(self, num_tokens: int) -> int:
-        """Return the rows of a graph for so many tokens. It takes steps with as many or fewer."""
+        """Return the rows of a graph for `num_tokens`. A step may have fewer."""
         return -(-num_tokens // self.tokens_per_row)
 
     def takes(self, size: Size, num_rows: int) -> bool:
-        """Return True if a graph of this size was captured for so many rows."""
+        """Return True if a graph of this size was captured with room for `num_rows`."""
         return size in self.captured and num_rows <= self.most_rows(size[0])
 
     def distinct(self, sizes: list[Size]) -> list[Size]:

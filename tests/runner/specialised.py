@@ -227,34 +227,23 @@ class PieceGraph:
     def replay(self) -> None: ...
 
 
+REFERENCED = (  # modules of nanovllm_kernels.sampling, and a function of both
+    ("batch_prep", "batch_reference", "gather_rows"),
+    ("batch_prep", "batch_reference", "write_back"),
+    ("draft_rows", "draft_reference", "first_rows"),
+    ("draft_rows", "draft_reference", "later_rows"),
+    ("ngram", "ngram_reference", "ngram"),
+)
+
+
 def imagine_a_gpu(notes: Notes, major: int = 9) -> None:
     """Patch this process permanently. `major` is of the GPU's compute capability."""
     triton.runtime.driver.set_active(Hopper())
     JITFunction.run = triton_noted(notes)
     compile_cache.CachedCompile.__call__ = cute_noted(notes)
-    for path, reference in (
-        (
-            "nanovllm_kernels.sampling.batch_prep:gather_rows",
-            "nanovllm_kernels.sampling.batch_reference:gather_rows",
-        ),
-        (
-            "nanovllm_kernels.sampling.batch_prep:write_back",
-            "nanovllm_kernels.sampling.batch_reference:write_back",
-        ),
-        (
-            "nanovllm_kernels.sampling.draft_rows:first_rows",
-            "nanovllm_kernels.sampling.draft_reference:first_rows",
-        ),
-        (
-            "nanovllm_kernels.sampling.draft_rows:later_rows",
-            "nanovllm_kernels.sampling.draft_reference:later_rows",
-        ),
-        (
-            "nanovllm_kernels.sampling.ngram:ngram",
-            "nanovllm_kernels.sampling.ngram_reference:ngram",
-        ),
-    ):
-        as_referenced(path, reference)
+    for kernel, meaning, name in REFERENCED:
+        of_sampling = "nanovllm_kernels.sampling."
+        as_referenced(f"{of_sampling}{kernel}:{name}", f"{of_sampling}{meaning}:{name}")
     sampling = import_module("nanovllm_kernels.sampling.draw")
     sampling.draw = drawn(sampling.draw)
     for name in IMPORTED:
