@@ -56,7 +56,7 @@ def first_rows(
         slots_T,
         starts_R1,
         (lengths_R + 1 - lag).clamp(max=max_tokens),
-        sampled_R.long().clamp(min=0),
+        sampled_R.long().clamp(0, num_tokens - 1),  # of no token if the row feeds none
         latest_R.long() + 1,
         pages_NM[slots_R, :num_pages],
     )

@@ -83,7 +83,8 @@ def first_rows_kernel(
     tl.store(table_RM + row.to(tl.int64) * num_pages + step, held, has_column)
     if part == 0:
         latest = tl.load(lengths_N + slot)
-        sampled = tl.maximum(start + latest - LAG - before, 0)
+        sampled = start + latest - LAG - before  # of no token if the row feeds none
+        sampled = tl.minimum(tl.maximum(sampled, 0), num_tokens - 1)
         tl.store(out_starts_R1 + row, start)
         tl.store(out_lengths_R + row, tl.minimum(length + 1 - LAG, max_tokens), is_row)
         tl.store(sampled_R + row, sampled, is_row)

@@ -27,7 +27,7 @@ Lists = list[list[int]]
 
 @in_parent
 def test_in_the_interpreter() -> None:
-    passes(__file__, 20)
+    passes(__file__, 22)
 
 
 @dataclass
@@ -291,9 +291,13 @@ def test_a_first_pass_at_the_longest_request(lag: int) -> None:
 
 
 @LAGS
-def test_a_first_row_without_tokens_and_more_pages_than_tokens(lag: int) -> None:
-    """As in a capture, whose rows are padding. The index of its sampled token is not negative."""
-    state = State([0, 0], [[7] * 15, [0] * 15], [[21, 22, 23, 24], [0] * 4])
+@pytest.mark.parametrize("length", [0, 9])
+def test_a_first_row_without_tokens_and_more_pages_than_tokens(length: int, lag: int) -> None:
+    """As in a capture, whose rows are padding. The index of its sampled token is that of a token.
+
+    The slot of such a row may still have a text.
+    """
+    state = State([length, 0], [[7] * 15, [0] * 15], [[21, 22, 23, 24], [0] * 4])
     with patch.object(draft_rows, "BLOCK", 2):
         results = TESTED.first_rows(
             slots_R=torch.tensor([0]),
@@ -307,4 +311,4 @@ def test_a_first_row_without_tokens_and_more_pages_than_tokens(lag: int) -> None
             num_tokens=1,
         )
     *_, sampled, draft_at, table = lists(results)
-    assert (sampled, draft_at, table) == ([0], [1], [[21, 22, 23, 24]])
+    assert (sampled, draft_at, table) == ([0], [length + 1], [[21, 22, 23, 24]])
