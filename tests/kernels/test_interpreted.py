@@ -43,7 +43,7 @@ def test_every_kernel_passes_the_small_cases_that_a_quick_check_leaves_out(part:
     done = forks().run(f"{__name__}:check_others", *[*KERNELS][part::PARTS])
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     *lines, last = done.stdout.splitlines()
-    assert len(lines) > 60 and last == f"{len(lines)} of {len(lines)} cases pass"
+    assert len(lines) > 50 and last == f"{len(lines)} of {len(lines)} cases pass"
 
 
 def check_others(*names: str) -> int:
