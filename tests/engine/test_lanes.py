@@ -56,7 +56,7 @@ def test_beside_a_lane_with_more_rows_than_graphs_have_no_graph_draws(tmp_path: 
     expected = text_of(WholeEngine(config, **SMALL))
     engine = WholeEngine(config, **SMALL)
     runner, launch = engine.runner, engine.runner.launch
-    for graphs in (runner.graphs.plain.decode, runner.graphs.plain.draw):
+    for graphs in (runner.graphs.plain.decode, *runner.graphs.plain.draw):
         graphs.captured = {(num, 1): Captured(None, object(), 0.0, 0) for num in range(1, 5)}
     runner.launch = lambda plan: launch(replace(plan, lane_tokens=1000))
     assert text_of(engine) == expected
