@@ -20,9 +20,9 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -188,17 +188,17 @@ def serve(config: Config) -> int:
     limit_s = server.shutdown_s + LAST_WORDS_S
     with (
         listening(server) as socks,
-        interruptible() as stopped,
+        interruptible() as signalled,
         engine_processes(config) as (paths, fleet),
     ):
         apis, grace_s = api_processes(config, paths, socks), LAST_WORDS_S
         fleet.on_lost = lambda at: report_lost_engine(apis.children, at)
         try:
             start(apis)
-            wait_ready([*fleet.children, *apis.children], stopped)
+            wait_ready([*fleet.children, *apis.children], signalled)
             announce(config, socks)
             grace_s = limit_s
-            return watch(fleet, apis, stopped) or drained(fleet, apis.processes, limit_s)
+            return watch(fleet, apis, signalled) or drained(fleet, apis.processes, limit_s)
         except EngineDied as error:  # if another process died before, it is listed first
             ended = endings([*fleet.processes, *apis.processes])
             raise EngineDied(ended or str(error)) from None
@@ -268,43 +268,55 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
+@dataclass
+class Signalled:
+    """Whether a signal has come.
+
+    A handler runs in the main thread, between any two of its instructions. So this is not a
+    threading.Event: the handler could wait for the lock that the main thread holds in wait().
+    """
+
+    yes: bool = False
+
+
 @contextlib.contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """Yield an event that SIGTERM, SIGINT and SIGHUP set. Restore the old handlers afterwards.
+def interruptible() -> Iterator[Signalled]:
+    """Yield a flag that SIGTERM, SIGINT and SIGHUP set. Restore the old handlers afterwards.
 
     A second SIGTERM or SIGINT kills all children and exits immediately. A further SIGHUP changes
     nothing, since a terminal that closes may send two. It stays ignored under nohup.
     """
-    event = threading.Event()
+    signalled = Signalled()
 
     def handle(number: int, _: object) -> None:
-        if event.is_set() and number != signal.SIGHUP:
+        if signalled.yes and number != signal.SIGHUP:
             for process in multiprocessing.active_children():
                 process.kill()
             sys.exit(128 + number)
-        event.set()
+        signalled.yes = True
 
     handled = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         handled.append(signal.SIGHUP)
     old = {number: signal.signal(number, handle) for number in handled}
     try:
-        yield event
+        yield signalled
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
 
 
-def watch(fleet: Fleet, apis: Fleet, stopped: threading.Event) -> int:
+def watch(fleet: Fleet, apis: Fleet, signalled: Signalled) -> int:
     """Wait for a signal, and return 0.
 
     If no engine or no API process is left before, return an exit code other than 0.
     """
-    while not stopped.wait(TICK_S):
+    while not signalled.yes:
         if lost := fleet.lost() or apis.lost():
             processes = [*fleet.processes, *apis.processes]
             log.error("%s; stopping", endings(processes) or lost)
             return max(EXIT_CRASH, *(process.exitcode or 0 for process in processes))
+        time.sleep(TICK_S)
     return 0
 
 
@@ -334,7 +346,7 @@ def report_lost_engine(workers: Sequence[Child], engine: int) -> None:
             pipe.send((engine, time.monotonic()))
 
 
-def wait_ready(children: Sequence[Child], stopped: threading.Event | None = None) -> None:
+def wait_ready(children: Sequence[Child], signalled: Signalled | None = None) -> None:
     """Wait until all are ready.
 
     Raise ConfigError with a child's message, or Stopped after a signal. Raise EngineDied if one
@@ -345,7 +357,7 @@ def wait_ready(children: Sequence[Child], stopped: threading.Event | None = None
     starting = StartingChildren(children)
     while starting.waiting:
         wait([pipe for _, pipe in starting.waiting], 0.1)
-        if stopped is not None and stopped.is_set():
+        if signalled is not None and signalled.yes:
             raise Stopped
         for process, message in sorted(starting.outcomes(), key=lambda one: one[1] is None):
             if message is None:

@@ -6,12 +6,16 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from contextlib import ExitStack
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 
+from nanovllm import launch
 from nanovllm.config import load_config
 from tests.bench.test_online import free_port
 from tests.end_to_end.demo_server import start
@@ -80,3 +84,32 @@ def test_nohup_keeps_a_server_whose_terminal_closes() -> None:
         assert ask(f"http://127.0.0.1:{port}").status_code == 200
         process.terminate()
         assert process.wait(20) == 0
+
+
+def test_a_signal_between_any_two_lines_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler runs in the main thread, which may hold a lock. An alarm would end the wait."""
+    monkeypatch.setattr(launch, "TICK_S", 0.001)
+    alive: Any = SimpleNamespace(lost=lambda: "", processes=[])
+    for nth in range(40):
+        num_lines = 0
+
+        def interrupt(frame: FrameType, event: str, _: object, nth: int = nth) -> Any:
+            nonlocal num_lines
+            if event == "line":
+                num_lines += 1
+                if num_lines == 1 + nth:
+                    signal.raise_signal(signal.SIGTERM)
+            return interrupt
+
+        with launch.interruptible() as signalled:
+            alarm = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits for itself"))
+            signal.setitimer(signal.ITIMER_REAL, 5)
+            before = sys.gettrace()
+            sys.settrace(interrupt)
+            try:
+                assert launch.watch(alive, alive, signalled) == 0
+            finally:
+                sys.settrace(before)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, alarm)
+            assert signalled.yes and num_lines > nth
