@@ -26,8 +26,8 @@ class ExpertKernels(NamedTuple):
     many: tuple[ExpertProducts, ...]  # in order of preference; `few` if none fits
     combine: Callable[..., Tensor]
     is_uniform: bool = False  # route by a hash instead of logits, for measurements
-    # Whether `few` takes so many pairs without sorting them, if all experts are local. The second
-    # argument is the weight of gate and up.
+    # Whether `few` takes a number of pairs without sorting them, if all experts are local. The
+    # second argument is the weight of gate and up.
     is_unsorted: Callable[[int, Tensor], bool] = lambda *_: False
     norm_router: Callable[..., tuple[Tensor, Tensor]] | None = None  # for few rows
     down_combine: Callable[..., Tensor] | None = None  # for unsorted pairs, in one launch

@@ -127,7 +127,8 @@ class DecodeGraphs:
 
     def distinct(self, sizes: list[Size]) -> list[Size]:
         """Return the sizes that have fewer rows here than in graphs for fewer tokens per row."""
-        least = min(self.tokens_per_row, 3)  # one row has up to 2 tokens in graphs for 2 per row
+        # Up to 2 tokens, graphs for 2 per row have one row, too.
+        least = min(self.tokens_per_row, 3)
         return [size for size in sizes if size[0] >= least and size[1] >= self.tokens_per_row]
 
     def padded(self, size: Size, max_length: int) -> StepRows:

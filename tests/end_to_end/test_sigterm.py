@@ -87,7 +87,7 @@ def test_nohup_keeps_a_server_whose_terminal_closes() -> None:
 
 
 def test_a_signal_between_any_two_lines_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handler runs in the main thread, which may hold a lock. An alarm would end the wait."""
+    """A handler runs in the main thread, which may hold a lock. Then an alarm ends the test."""
     monkeypatch.setattr(launch, "TICK_S", 0.001)
     alive: Any = SimpleNamespace(lost=lambda: "", processes=[])
     for nth in range(40):

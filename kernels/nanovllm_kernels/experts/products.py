@@ -44,8 +44,8 @@ from nanovllm_kernels.experts.route_reference import Chosen, ExpertRows
 from nanovllm_kernels.triton_parts import dot, launch_dependents, wait
 
 ALONE, FEW, MANY = 8, 16, 128  # tokens of a tile; ALONE: one pair, with 8-bit weights
-UNSORTED = 32  # pairs that are never sorted
-MOST_UNSORTED = 64  # more are always sorted
+UNSORTED = 32  # up to this number, pairs are never sorted
+MOST_UNSORTED = 64  # above this number, they always are
 REPEATED_BYTES = 16 << 20  # that unsorted pairs may read again: about 4 us at the copy rate
 FEW_PER_EXPERT = 16  # average pairs per expert from which on tiles are large
 SCALED = tl.constexpr(128)  # elements that share a scale, in both dimensions
@@ -80,7 +80,7 @@ def tile_of(num_pairs: int, num_experts: int) -> int:
 
 
 def is_unsorted(num_pairs: int, gate_up_E2FD: Tensor) -> bool:
-    """Return True if all of so many pairs are multiplied without sorting them by expert."""
+    """Return True if `num_pairs` pairs are multiplied without sorting them by expert."""
     num_experts, expert_bytes = len(gate_up_E2FD), 3 * gate_up_E2FD[0].nbytes // 2  # with down
     repeated = num_pairs**2 * expert_bytes // (2 * num_experts)
     return num_pairs <= UNSORTED or (num_pairs <= MOST_UNSORTED and repeated <= REPEATED_BYTES)
