@@ -3,7 +3,7 @@
 Decision: a draft gets a place in a step if its probability of acceptance exceeds its cost. A row's
 history is one number, the fraction of accepted drafts among those compared, in which recent drafts
 count more. The k-th draft is accepted with that fraction to the power of k. The cost of a draft, in
-tokens, rises with the number of rows: few rows leave arithmetic units idle, many use all of them.
+tokens, rises with the tokens of the step: few leave arithmetic units idle, many use all of them.
 All drafts of a step together must gain more than their measured price (prices.py). Until it is
 measured, a fixed estimate takes its place. Rows whose drafts fail stop within a dozen steps. They
 probe again all together, in few steps, and less and less often while no draft is accepted. New rows
@@ -12,7 +12,8 @@ start with the average over all rows.
 Decision: if drafts found by prompt lookup do not pay, or none of many rows has found any, a rest
 begins. For up to MOST_SKIPPED steps nothing is decided again, and only the last two of these steps
 look drafts up and report them. The decision takes the host a tenth of a millisecond. A copy of
-drafts and their report take half as long, and the demo's step of 64 rows takes 0.4 ms in all.
+drafts and their report take half as long, and the demo's step of 64 rows takes 0.4 ms in all. So a
+rest of short steps lasts up to LONGEST times that number.
 
 Decision: the probability that a draft model gives to its draft has no part in it. A step is planned
 before the drafts that it feeds are drawn. Only the probability of the previous draft is known then,
@@ -36,16 +37,20 @@ Floats = npt.NDArray[np.float32]
 FIRST_RATE = 0.7  # acceptance assumed for the very first rows
 FIRST_WEIGHT, MOST_WEIGHT = 1.5, 8.0  # weight of a row's history, in compared drafts: first, most
 KEPT_BY_ALL = 0.98  # decay of the average over all rows, per compared draft
-LOW, HIGH, MANY_ROWS = 0.1, 0.5, 256  # cost of a draft with 1 row, and with MANY_ROWS or more
+# Cost of a draft in a step of few tokens, and in one of MANY_TOKENS or more.
+LOW, HIGH, MANY_TOKENS = 0.1, 0.5, 512
 # Cost of the drafts of a step as a fraction of the step, until it is measured: a fixed part, and
 # each pass of a draft model.
 STEP_COST, PASS_COST = 0.1, 0.05
-PROBE_EVERY, PROBE_DRAFTS = 16, 2  # steps between probes (more with many rows), drafts per probe
+PROBE_EVERY, PROBE_DRAFTS = 16, 2  # steps between probes, drafts per probe
+MANY_ROWS = 128  # each further 128 rows put PROBE_EVERY more steps between probes
 PROBE_SHARE = 0.01  # greatest share of the time for probes, which makes dear ones rarer
 MOST_DOUBLED = 4  # times that the steps between probes double while none is accepted
 MOST_SKIPPED = 16  # most steps without another decision after drafts did not pay
 # Steps without another decision after no row had found a draft: one for this number of rows.
 ROWS_OF_SKIPPED = 8
+# Seconds. Rests of shorter steps have proportionally more, up to a factor of LONGEST.
+SHORT_STEP_S, LONGEST = 1.6e-3, 4
 # Steps that propose drafts before those are fed: one whose report arrives in time for the decision,
 # and the one whose drafts are fed.
 PROPOSED_BEFORE = 2
@@ -109,20 +114,26 @@ class Drafting:
         """Return the number of drafts that each row feeds. Begin a rest if there are none."""
         num_rows = len(slots_R)
         if not np.count_nonzero(found_R):
-            self._rest(step, num_rows // ROWS_OF_SKIPPED)
+            self._rest(step, num_rows, min(num_rows // ROWS_OF_SKIPPED, MOST_SKIPPED))
             return found_R
         drafts_R, is_probe = self._worthwhile(step, slots_R, found_R)
         if is_probe and drafts_R.any():
             self._failed_probes += 1
         elif is_probe:
             every = self._probe_every(num_rows)
-            self._rest(step, every - step % every)
+            self._rest(step, num_rows, MOST_SKIPPED, every - step % every)
         return drafts_R
 
-    def _rest(self, step: int, num_steps: int) -> None:
-        """Feed no drafts found by prompt lookup before step + num_steps, or MOST_SKIPPED."""
-        if not self.has_model:
-            self._skip_until = step + min(num_steps, MOST_SKIPPED)
+    def _rest(self, step: int, num_rows: int, num_steps: int, most: int | None = None) -> None:
+        """Feed no drafts found by prompt lookup before step + num_steps.
+
+        If steps are short, the rest has more of them, but at most `most`.
+        """
+        if self.has_model:
+            return
+        if plain_s := self.prices.plain_s(num_rows):
+            num_steps = int(num_steps * min(max(SHORT_STEP_S / plain_s, 1.0), LONGEST))
+        self._skip_until = step + (num_steps if most is None else min(num_steps, most))
 
     def plan_proposals(self, step: int, slots_R: SlotIndices) -> bool:
         """Return whether drafts are proposed at the end of a step with these rows.
@@ -150,7 +161,7 @@ class Drafting:
         num_rows, rates_R = len(slots_R), self._rates[slots_R]
         if self.prices.is_due(step, num_rows):
             return np.zeros_like(found_R), False
-        drafts_R = np.minimum(found_R, worthwhile(rates_R, num_rows))
+        drafts_R = np.minimum(found_R, worthwhile(rates_R, self.most))
         if gain(rates_R, drafts_R) < self._price(num_rows, int(drafts_R.sum())):
             drafts_R[:] = 0
         is_probe = not drafts_R.any()
@@ -163,12 +174,12 @@ class Drafting:
         if (ratio := self.prices.ratio(num_rows, num_drafts)) is not None:
             return (ratio - 1) * num_rows
         fixed = STEP_COST + PASS_COST * self.most * self.has_model
-        return fixed * num_rows + cost(num_rows) * num_drafts
+        return fixed * num_rows + cost(num_rows + num_drafts) * num_drafts
 
     def _probe_every(self, num_rows: int) -> int:
         """Return the number of steps between two probes."""
         ratio = self.prices.ratio(num_rows, PROBE_DRAFTS * num_rows) or 1.0
-        least = PROBE_EVERY * (1 + 2 * num_rows // MANY_ROWS)
+        least = PROBE_EVERY * (1 + num_rows // MANY_ROWS)
         every = max(least, int((ratio - 1) / PROBE_SHARE))
         return every << min(self._failed_probes, MOST_DOUBLED)
 
@@ -216,16 +227,25 @@ class Drafting:
         return list(self._accepted[::-1].cumsum()[::-1][1:].tolist())
 
 
-def cost(num_rows: int) -> float:
-    """Return the cost of a draft in tokens: the least acceptance probability at which it pays."""
-    return LOW + (HIGH - LOW) * min(num_rows / MANY_ROWS, 1.0)
+def cost(num_tokens: int) -> float:
+    """Return the cost, in tokens, of a draft in a step of `num_tokens`.
+
+    This is the least probability of acceptance at which the draft pays.
+    """
+    return LOW + (HIGH - LOW) * min(num_tokens / MANY_TOKENS, 1.0)
 
 
-def worthwhile(rates_R: Floats, num_rows: int) -> Int32:
-    """Return how many drafts of each row pay, if each is accepted at its row's rate."""
-    likely_R = np.log(np.clip(rates_R, 1e-6, 0.999))
-    reached_R: Int32 = (np.log(cost(num_rows)) / likely_R).astype(np.int32)
-    return reached_R
+def worthwhile(rates_R: Floats, most: int) -> Int32:
+    """Return how many drafts of each row pay, at most `most`.
+
+    Each draft is accepted at its row's rate. The tokens of the step are those of an equal number of
+    drafts for all rows.
+    """
+    drafts_R, likely_R = np.zeros(len(rates_R), np.int32), rates_R
+    for nth in range(1, most + 1):
+        drafts_R += likely_R >= cost(len(rates_R) * (1 + nth))
+        likely_R = likely_R * rates_R
+    return drafts_R
 
 
 def gain(rates_R: Floats, drafts_R: Int32) -> float:

@@ -62,6 +62,10 @@ class DraftPrices:
             if len(periods_s) >= LEAST:
                 self._medians_s[kind] = median(periods_s)
 
+    def plain_s(self, num_rows: int) -> float | None:
+        """Return the period of a step without drafts, in seconds, or None if it is not known."""
+        return self._medians_s.get((row_class(num_rows), 0))
+
     def ratio(self, num_rows: int, num_drafts: int) -> float | None:
         """Return the period of a step with these drafts in periods of one without.
 
