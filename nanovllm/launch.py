@@ -220,7 +220,7 @@ def check_folder(disk: Disk | None) -> None:
     Faults that may pass, such as a full disk, are left to the tier.
     """
     if disk is not None:
-        folder = PageFolder(Path(disk.path).expanduser())
+        folder = PageFolder(disk.folder)
         with contextlib.suppress(OSError), contextlib.closing(folder):
             folder.open()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
@@ -53,7 +54,7 @@ def located(
                 "folder of this name"
             )
         return dummies(adapters)
-    folder = DEMO if adapters.folder == "demo" else base / Path(adapters.folder).expanduser()
+    folder = DEMO if adapters.folder == "demo" else base / os.path.expanduser(adapters.folder)
     names = names_in(folder) if adapters.names == "all" else adapters.names
     check_folder(folder)
     if adapters.names == [] and not adapters.runtime:

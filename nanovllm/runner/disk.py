@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ def disk_of(config: Config, resolved: Resolved, state_parts: int) -> OpenDisk | 
         cap_bytes=int(disk.gib * 2**30),
         state_parts=state_parts,
     )
-    return partial(DiskStore, Path(disk.path).expanduser(), owner_of(config, resolved), limits)
+    return partial(DiskStore, disk.folder, owner_of(config, resolved), limits)
 
 
 def owner_of(config: Config, resolved: Resolved) -> PageOwner:
@@ -41,7 +42,7 @@ def owner_of(config: Config, resolved: Resolved) -> PageOwner:
     recipe = resolved.recipe
     drafts: list[object] = []
     if recipe.speculate is not None and resolved.drafts is not None:
-        folder = Path(recipe.speculate.model or "").expanduser()
+        folder = Path(os.path.expanduser(recipe.speculate.model or ""))
         drafts = [recipe.speculate.method]
         if (folder / "config.json").is_file() and recipe.speculate.model:
             drafts.append(model_identity(folder, {}, has_weights=recipe.load.format != "dummy"))

@@ -6,6 +6,7 @@ from it. The ranks draw together, each from its span of the vocabulary.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -120,7 +121,7 @@ def found_at(config: Config) -> tuple[Path, Path]:
         if config.recipe.model == "demo":
             return DEMO / "draft", DEMO / "draft/config.json"
         raise ConfigError(f"{KEY} is missing; give the folder of a small model")
-    path = Path(speculate.model).expanduser()
+    path = Path(os.path.expanduser(speculate.model))
     if is_dummy and path.suffix == ".json" and path.is_file():
         return path.parent, path
     if not path.is_dir():

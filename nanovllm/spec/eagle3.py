@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -31,7 +32,7 @@ class Eagle3Loader:
         assert speculate is not None and speculate.model is not None
         self.config, self.mesh = config, mesh
         self.folder, is_dummy = (
-            Path(speculate.model).expanduser(),
+            Path(os.path.expanduser(speculate.model)),
             config.recipe.load.format == "dummy",
         )
         if not (self.folder.is_dir() or (is_dummy and self.folder.suffix == ".json")):

@@ -245,6 +245,10 @@ def damage_share(path: Path, damage: str) -> None:
             "cache.disk.gib is 0.0; it must be ",
         ),
         (["cache.disk={path: ''}", "cache.host_gib=1"], "cache.disk.path is empty; name a folder"),
+        (
+            ["cache.disk={path: ~nobody-at-all/x}", "cache.host_gib=1"],
+            "cache.disk.path is '~nobody-at-all/x'; ~nobody-at-all has no home folder; write the ",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_disk_is_one_line(settings: list[str], line: str) -> None:

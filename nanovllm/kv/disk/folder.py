@@ -91,13 +91,16 @@ class PageFolder:
         self.is_direct = None
 
     def _opened(self) -> int:
-        self.path.mkdir(mode=0o700, parents=self._device is None, exist_ok=True)
+        try:
+            self.path.mkdir(mode=0o700, parents=self._device is None, exist_ok=True)
+        except FileExistsError:
+            raise NotADirectoryError(errno.ENOTDIR, "it is not a folder") from None
         if self._device is not None and os.stat(self.path).st_dev != self._device:
             raise OSError(errno.ENODEV, "the file system is not mounted", str(self.path))
         folder = self.path / PAGES
         with suppress(FileExistsError):
             os.mkdir(folder, 0o700)
-        root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | OPEN)
+        root = _opened_folder(folder, PAGES)
         try:
             status = os.fstat(root)
             if status.st_uid != os.geteuid():
@@ -116,7 +119,10 @@ class PageFolder:
         view = aligned_bytes(2 * BLOCK)
         view[:BLOCK] = pattern
         try:
-            with self._shard(0, create=True) as shard, _part(shard, PROBE, O_DIRECT) as (fd, _):
+            with (
+                self._shard(self._usable_shard()) as shard,
+                _part(shard, PROBE, O_DIRECT) as (fd, _),
+            ):
                 _write_all(fd, view[:BLOCK])
                 _read_all(fd, view[BLOCK:])
         except OSError as error:
@@ -169,7 +175,7 @@ class PageFolder:
 
     def remove(self, name: str, newest: int | None = None) -> int | None:
         """Remove a file. Return None if it is gone, or its stamp if it was used after `newest`."""
-        with suppress(FileNotFoundError), self._shard(shard_of(name)) as shard:
+        with suppress(FileNotFoundError, NotADirectoryError), self._shard(shard_of(name)) as shard:
             status = os.stat(name, dir_fd=shard, follow_symlinks=False)
             stamp = _stamp_of(status)
             if newest is not None and stamp > newest:
@@ -179,11 +185,15 @@ class PageFolder:
         return None
 
     def scan(self, number: int) -> dict[str, PageFile]:
-        """Return the pages of one shard by name. Remove unfinished files of crashed servers."""
+        """Return the pages of one shard by name. Remove unfinished files of crashed servers.
+
+        A page's file that was moved to another shard is never found by its name, so it is left out.
+        """
         files: dict[str, PageFile] = {}
         with suppress(FileNotFoundError), self._shard(number) as shard:
             for entry in os.scandir(shard):
-                if PAGE_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                is_page = PAGE_NAME.fullmatch(entry.name) and shard_of(entry.name) == number
+                if is_page and entry.is_file(follow_symlinks=False):
                     with suppress(FileNotFoundError):  # removed by another server
                         its = entry.stat(follow_symlinks=False)
                         files[entry.name] = PageFile(its.st_size, _stamp_of(its))
@@ -201,7 +211,7 @@ class PageFolder:
             self.is_direct = O_DIRECT != 0 and self._allows_direct()
         view = aligned_bytes(length)
         with (
-            self._shard(0, create=True) as shard,
+            self._shard(self._usable_shard()) as shard,
             _part(shard, PROBE, self._direct) as (fd, _),
         ):
             _write_all(fd, view)
@@ -220,20 +230,45 @@ class PageFolder:
 
     @contextmanager
     def _shard(self, number: int, *, create: bool = False) -> Iterator[int]:
-        """Open a shard's folder. Raise FileNotFoundError if it does not exist."""
-        name, flags = f"{number:02x}", os.O_RDONLY | os.O_DIRECTORY | OPEN
+        """Open a shard's folder. Raise FileNotFoundError if it does not exist.
+
+        Raise NotADirectoryError if something else has its name.
+        """
+        name = f"{number:02x}"
+        shown = f"{PAGES}/{name}"
         try:
-            fd = os.open(name, flags, dir_fd=self._root)
+            fd = _opened_folder(name, shown, self._root)
         except FileNotFoundError:
             if not create:
                 raise
             with suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=self._root)
-            fd = os.open(name, flags, dir_fd=self._root)
+            fd = _opened_folder(name, shown, self._root)
         try:
             yield fd
         finally:
             os.close(fd)
+
+    @contextmanager
+    def _trial(self, flags: int) -> Iterator[int]:
+        """Create a file for a trial, and remove it."""
+        with self._shard(self._usable_shard()) as shard, _part(shard, PROBE, flags) as (fd, _):
+            yield fd
+
+    def _usable_shard(self) -> int:
+        """Return the number of the first shard whose name no other file has. Create its folder."""
+        for number in range(NUM_SHARDS):
+            with suppress(NotADirectoryError), self._shard(number, create=True):
+                return number
+        raise NotADirectoryError(errno.ENOTDIR, f"no folder can be created in {PAGES}")
+
+
+def _opened_folder(name: str | Path, shown: str, parent: int | None = None) -> int:
+    """Return the descriptor of a folder. Raise NotADirectoryError for a link or another file."""
+    try:
+        return os.open(name, os.O_RDONLY | os.O_DIRECTORY | OPEN, dir_fd=parent)
+    except NotADirectoryError:
+        raise NotADirectoryError(errno.ENOTDIR, f"{shown} is not a folder") from None
 
 
 def _stamp_of(file: os.stat_result) -> int:

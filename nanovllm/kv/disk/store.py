@@ -267,11 +267,14 @@ class DiskStore:
         if not any(thread.is_alive() for thread in self._threads):
             self._folder.close()
 
-    def _try(self, action: Callable[[], object]) -> None:
+    def _try(self, action: Callable[[], object]) -> bool:
+        """Step aside if an action has a fault. Return False in that case."""
         try:
             action()
         except (OSError, PageFault) as error:
             self._health.step_aside(kind_of(error), detail_of(error))
+            return False
+        return True
 
     def _open_folder(self) -> None:
         """Open the folder, of which no file is known yet."""
@@ -411,18 +414,23 @@ class DiskStore:
         return is_removed
 
     def _keep(self) -> None:
-        """Scan all shards once, and then one shard per written page, or per `scan_s` seconds."""
+        """Scan all shards once, and then one shard per written page, or per `scan_s` seconds.
+
+        After a fault, always wait, so that a scan that fails is not repeated without a pause.
+        """
+        has_failed = False
         while not self._closing.is_set():
             is_idle = self.scanned.is_set() or not (self._is_open and self._health.can_read)
-            if is_idle:
+            if is_idle or has_failed:
                 self._changed.wait(self.limits.scan_s)
                 self._changed.clear()
+            has_failed = True
             try:
-                self._try(self._remove_unwanted)
+                has_failed = not self._try(self._remove_unwanted)
                 if self._health.is_due():
-                    self._try(self._recover)
+                    has_failed |= not self._try(self._recover)
                 elif self._health.can_read and self._is_open:
-                    self._try(self._scan)
+                    has_failed |= not self._try(self._scan)
             except Exception:
                 log.exception("the scan of the disk tier failed")
 
@@ -438,16 +446,21 @@ class DiskStore:
         """Scan the next shard. Apply the limit after the last one."""
         number = self._next_shard
         before = self._index.names(number)
-        self._index.update(before, self._folder.scan(number))
+        try:
+            files = self._folder.scan(number)
+        except NotADirectoryError as error:  # another file has the name of the shard
+            self._health.note("foreign", detail_of(error))
+            files = {}
+        self._index.update(before, files)
         self._next_shard = (number + 1) % NUM_SHARDS
         if self._next_shard:
             return
         if not self.scanned.is_set():
-            files, used = len(self._index), self._index.num_bytes / 2**30
+            count, used = len(self._index), self._index.num_bytes / 2**30
             limit = self.limits.cap_bytes / 2**30
             mode = "direct" if self.is_direct else "buffered"
             text = "%s: %d pages, %.2f of %.2f GiB, %s I/O"
-            log.info(text, self._folder.path, files, used, limit, mode)
+            log.info(text, self._folder.path, count, used, limit, mode)
             self.scanned.set()
         if self._health.can_write:
             self._make_room(len(self._index))

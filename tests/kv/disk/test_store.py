@@ -135,6 +135,19 @@ def test_files_that_are_no_pages_stay(tmp_path: Path) -> None:
     assert (tmp_path / "mine.txt").exists() and len([*shard.iterdir()]) >= 2
 
 
+def test_a_page_in_another_shard_is_not_counted(tmp_path: Path) -> None:
+    """No name leads to it, so it could be neither read nor evicted."""
+    first, last = sorted([b"a", b"b"], key=lambda key: path_of(tmp_path, key))
+    with opened(tmp_path) as store:
+        put(store, first, last)
+    moved = path_of(tmp_path, first)
+    target = path_of(tmp_path, last).with_name(moved.name)
+    moved.rename(target)
+    with opened(tmp_path, limits(scan_s=100)) as store:
+        assert store.num_bytes == file_bytes(LENGTH) and not store.holds(first)
+        assert get(store, last) == payload(last) and target.exists()
+
+
 def test_a_full_queue_drops_writes_and_closing_frees_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,10 +260,10 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cache\.disk\.gib: 9 bytes are less than one page"):
         opened(tmp_path, limits(cap_bytes=9)).__enter__()
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cache\.disk\.path: cannot use .*file: .*writ"):
+    with pytest.raises(ConfigError, match=r"cannot use .*file: it is not a folder; name a .*writ"):
         opened(tmp_path / "file").__enter__()
     (tmp_path / "pages").symlink_to("/tmp")
-    with pytest.raises(ConfigError, match=r"cache\.disk\.path"):
+    with pytest.raises(ConfigError, match=r"cache\.disk\.path: .*: pages is not a folder; name"):
         opened(tmp_path).__enter__()
 
 

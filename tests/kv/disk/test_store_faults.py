@@ -20,7 +20,7 @@ from random import Random
 
 import pytest
 
-from nanovllm.kv.disk.folder import PageFolder
+from nanovllm.kv.disk.folder import PageFile, PageFolder
 from nanovllm.kv.disk.format import BLOCK, file_bytes
 from tests.kv.disk.stores import (
     LENGTH,
@@ -123,6 +123,47 @@ def test_a_page_that_cannot_have_its_name_leaves_others_alone(
         eventually(lambda: store.faults() == {"foreign": 1})
         put(store, b"b")
         assert get(store, b"b") == payload(b"b") and not store.holds(b"a")
+
+
+@pytest.mark.parametrize("name", ["00", "3f"])
+@pytest.mark.parametrize("damage", [folder, pipe, link, unix_socket])
+def test_a_foreign_file_with_the_name_of_a_shard_stops_no_other_shard(
+    name: str, damage: Callable[[Path, Path], None], tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """The first trial uses shard 00. The first scan has to pass all shards."""
+    blocked = tmp_path / "pages" / name
+    blocked.parent.mkdir(mode=0o700)
+    blocked.write_bytes(b"")
+    if damage is not folder:
+        damage(blocked, blocked)
+    keys = [key for key in (b"a", b"b", b"c") if path_of(tmp_path, key).parent != blocked]
+    with opened(tmp_path, limits(quiet_s=600)) as store:
+        assert store.scanned.is_set()
+        put(store, *keys)
+    with opened(tmp_path, limits(quiet_s=600)) as store:
+        assert [get(store, key) for key in keys] == [payload(key) for key in keys]
+        assert store.availability == (True, True) and set(store.faults()) == {"foreign"}
+    text = f"a page is foreign (pages/{name} is not a folder), so it is computed again"
+    assert [text in line for line in warnings(caplog)] == [True, True]  # one of each store
+
+
+def test_a_scan_that_fails_is_repeated_after_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A shard that cannot be read takes no time of other threads."""
+    numbers: list[int] = []
+
+    def scan(folder: PageFolder, number: int) -> dict[str, PageFile]:
+        numbers.append(number)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(PageFolder, "scan", scan)
+    began = time.monotonic()
+    with opened(tmp_path, limits(scan_s=0.05, retry_s=30)):
+        time.sleep(0.5)
+    assert len(numbers) <= 2 + (time.monotonic() - began) / 0.05 and set(numbers) == {0}
+    assert len(warnings(caplog)) == 1
 
 
 @pytest.mark.parametrize(("kind", "damage"), DAMAGES)
