@@ -177,11 +177,15 @@ class HybridMemory(TieredMemory):
     def _state_to_fetch(
         self, prefix: Found, keys: PageKeys, loads: list[Key]
     ) -> tuple[int, list[Key]]:
+        """Return the checkpoint for a state that a load brings, and the keys of its parts.
+
+        A thread of the disk may have evicted a part since it was found. The load then fails.
+        """
         if prefix.checkpoint >= 0 or not prefix.num_cached:
             return -1, []
+        assert self.tier.below is not None
         end = keys.full(prefix.num_cached // self.page_tokens - 1)
-        parts = self.tier.state_keys(end, len(loads))
-        return self.states.take(prefix.num_cached), parts
+        return self.states.take(prefix.num_cached), self.tier.below.keys_of_parts(end)
 
     def moved(self, moved: Moved) -> tuple[int, bool]:
         load = self.tier.loads.get(moved.ticket)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
+import pytest
+
+from nanovllm.kv.costs import TransferCosts
 from nanovllm.kv.hybrid import HybridMemory
 from nanovllm.kv.keys import PageKeys
 from nanovllm.kv.tier_counts import COUNTERS
@@ -75,6 +78,40 @@ class TwoParts:
 
     def state_keys(self, key: bytes) -> list[bytes]:
         return []
+
+
+class EvictedMeanwhile(TwoParts):
+    """A disk with all pages, and a state that another thread evicts after it was found."""
+
+    num_found = 0
+
+    def holds(self, key: bytes) -> bool:
+        return True
+
+    def state_keys(self, key: bytes) -> list[bytes]:
+        self.num_found += 1
+        return self.keys_of_parts(key) if self.num_found == 1 else []
+
+
+@pytest.mark.parametrize("on_device", [0, 2])
+def test_a_state_that_is_evicted_during_an_admission_fails_its_load(on_device: int) -> None:
+    """A checkpoint that no part of a state was copied to must not be found."""
+    costs = TransferCosts(page_s=0, disk_page_s=0, start_s=0)
+    memory = HybridMemory(8, 4, 1, tier=HostTier(8, below=EvictedMeanwhile(), costs=costs))
+    keys = PageKeys(array("i", range(9)), "", 4)
+    pages = memory.pool.take(on_device)
+    assert pages is not None
+    for index, page in enumerate(pages):
+        memory._name(keys.full(index), page)
+    memory._drop(pages)
+    found = memory.admit(1, keys, 0, 0, may_load=True)
+    assert found is not None and found.ticket == 1
+    moves = memory.taken_moves()
+    assert moves is not None
+    parts = [key for key, _ in moves.loads[0].state_fetches]
+    assert parts == [b"0" + keys.full(1), b"1" + keys.full(1)]
+    memory.moved(Moved(1, ok=False))
+    assert memory.arrived(1) is None and memory.states.get(keys.full(1)) is None
 
 
 def test_a_place_is_not_given_away_during_the_store_of_its_state() -> None:
