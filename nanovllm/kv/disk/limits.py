@@ -28,9 +28,13 @@ class DiskLimits(Struct, frozen=True, kw_only=True):
         return file_bytes(self.payload_bytes)
 
     def check(self) -> None:
-        """Raise ConfigError if the cap is below one page."""
-        if self.cap_bytes < self.file_bytes:
+        """Raise ConfigError if the cap is below one page and the recurrent state after it."""
+        count = 1 + self.state_parts
+        if self.cap_bytes < count * self.file_bytes:
+            files = f"one page's file of {self.file_bytes} bytes"
+            if self.state_parts:
+                files += f", and {self.state_parts} more of its recurrent state"
             raise ConfigError(
-                f"cache.disk.gib: {self.cap_bytes} bytes are less than one page's file of "
-                f"{self.file_bytes} bytes; raise it, or leave cache.disk out"
+                f"cache.disk.gib: {self.cap_bytes} bytes are less than {files}; raise it, or leave "
+                "cache.disk out"
             )

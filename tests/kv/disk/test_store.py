@@ -259,6 +259,8 @@ def test_clock_jumps_do_not_change_the_order(
 def test_bad_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cache\.disk\.gib: 9 bytes are less than one page"):
         opened(tmp_path, limits(cap_bytes=9)).__enter__()
+    with pytest.raises(ConfigError, match=r"page's file of 16384 bytes, and 2 more of its recurr"):
+        opened(tmp_path, limits(2, state_parts=2)).__enter__()
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot use .*file: it is not a folder; name a .*writ"):
         opened(tmp_path / "file").__enter__()
