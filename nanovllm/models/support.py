@@ -28,6 +28,7 @@ ONLY: dict[str, object] = {  # fields with a single supported value in all famil
 }
 ROPE_TYPES = ("default", "llama3", "yarn")
 BLOCK_SIZE = [128, 128]  # of fp8 weights
+IF_TOO_LARGE = "(with --set quantize=fp8 if that is too large)"
 
 
 class Known(Struct, frozen=True):
@@ -44,9 +45,18 @@ class Known(Struct, frozen=True):
         """Return the id of its FP8 version, if there is a supported one."""
         return f"{self.name}-FP8" if self.has_fp8 and self.name.startswith("Qwen/") else ""
 
+    @property
+    def advice(self) -> str:
+        """Return the words that name this model in place of a quantised version of it."""
+        if self.architecture in FP8_ONLY:
+            return f"{self.name}, whose weights are in block fp8"
+        smaller = f", or {self.fp8}" if self.fp8 else f" {IF_TOO_LARGE}"
+        return f"the unquantised {self.name}{smaller}"
+
 
 QWEN3, QWEN3_MOE, LLAMA = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM"
 DEEPSEEK, MINIMAX, NEXT = "DeepseekV3ForCausalLM", "MiniMaxM2ForCausalLM", "Qwen3NextForCausalLM"
+FP8_ONLY = DEEPSEEK, MINIMAX  # their authors publish weights in block fp8 only
 GLM = "Glm4MoeLiteForCausalLM"
 QWEN3_5, QWEN3_5_MOE = "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"
 KNOWN = (
@@ -193,12 +203,12 @@ def check_quantization(raw: dict[str, Any], path: Path, name: str) -> None:
         form = f"{form} ({bits} bits)"
     raise ConfigError(
         f"{path}: the weights are quantised with {form}, which is not supported; serve "
-        f"{unquantised(name or path.parent.name, raw)}"
+        f"{instead_of(name or path.parent.name, raw)}"
     )
 
 
-def unquantised(name: str, raw: dict[str, Any]) -> str:
-    """Return the name of the model to serve instead of a quantised one."""
+def instead_of(name: str, raw: dict[str, Any]) -> str:
+    """Return the words that name the model to serve instead of a quantised one."""
     base = made_from(name)
     same = [one for one in KNOWN if one.name.rsplit("/", 1)[-1].lower() == base.lower()]
     architecture = str(next(iter(raw.get("architectures") or ()), ""))
@@ -210,10 +220,8 @@ def unquantised(name: str, raw: dict[str, Any]) -> str:
             if (one.hidden_size, one.num_layers) == sizes and one.architecture == architecture
         ]
     if not same:
-        return "the unquantised model (with --set quantize=fp8 if that is too large)"
-    model = same[0]
-    small = f", or {model.fp8}" if model.fp8 else " (with --set quantize=fp8 if that is too large)"
-    return f"the unquantised {model.name}{small}"
+        return f"the unquantised model {IF_TOO_LARGE}"
+    return same[0].advice
 
 
 def check_rope(raw: dict[str, Any], path: Path) -> None:

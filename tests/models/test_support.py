@@ -143,6 +143,24 @@ def test_the_advice_is_the_unquantised_or_the_fp8_id(tmp_path, name, change, adv
 
 
 @pytest.mark.parametrize(
+    ("name", "config", "model"),
+    [
+        ("x/DeepSeek-V3.1-AWQ", "DeepSeek-R1", "deepseek-ai/DeepSeek-V3.1"),
+        ("x/DeepSeek-R1-0528-NVFP4", "DeepSeek-R1", "deepseek-ai/DeepSeek-R1-0528"),
+        ("x/MiniMax-M2.5-AWQ-4bit", "MiniMax-M2", "MiniMaxAI/MiniMax-M2.5"),
+        ("any/name", "MiniMax-M2.7", "MiniMaxAI/MiniMax-M2"),  # by sizes
+    ],
+)
+def test_models_that_are_published_in_fp8_have_no_other_version(
+    tmp_path, name, config, model
+) -> None:
+    raw = json.loads((CONFIGS / f"{config}.json").read_text())
+    raw["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    line = line_of(tmp_path, raw, name)
+    assert line.endswith(f"not supported; serve {model}, whose weights are in block fp8")
+
+
+@pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu"; only "silu" is supported'),
