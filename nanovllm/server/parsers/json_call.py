@@ -13,7 +13,7 @@ import json
 import re
 
 from nanovllm.server.parsers.base import CallEnd, CallPart, CallStart, Emit, Reader, Schemas, Source
-from nanovllm.server.parsers.json_value import ignore, key, string, unparsed, value
+from nanovllm.server.parsers.json_value import BLANKS, ignore, key, string, unparsed, value
 
 NAMES = ('"name"', '"function"')
 ARGUMENTS = ('"arguments"', '"parameters"')
@@ -153,7 +153,7 @@ def quoted_object(source: Source) -> Reader[tuple[str | None, bool]]:
     """Read a string that contains a JSON object. Return the object's text, and True if it is
     complete.
 
-    The text is None if the string has other content.
+    The text is None if the string has other content. A truncated string is returned as written.
     """
     parts: list[str] = []
     is_string = (yield from string(source, parts.append)) is not None
@@ -169,10 +169,10 @@ def quoted_object(source: Source) -> Reader[tuple[str | None, bool]]:
     if (yield from inner.peek()) != "{":
         return None, False
     is_whole = yield from value(inner, parts_of_object.append)
-    yield from inner.space()
-    if is_string and not (is_whole and inner.at == len(inner.text)):
+    rest = inner.text[inner.at :].rstrip(BLANKS)
+    if is_string and (rest or not is_whole):
         return None, False
-    return "".join(parts_of_object), is_string
+    return "".join(parts_of_object) + rest, is_string
 
 
 def _begun(literal: str) -> str:

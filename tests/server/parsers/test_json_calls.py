@@ -50,6 +50,8 @@ def test_deepseek_r1(text, expected) -> None:
             f'{CALLS_BEGIN}{CALL}f{SEPARATOR}"{{\\"a\\": 1}}"{CALL_END}{CALLS_END}',
             call("f", '{"a": 1}'),
         ),
+        (f'{CALLS_BEGIN}{CALL}f{SEPARATOR}"{{\\"a\\": 1, b: 2', call("f", '{"a": 1, b: 2')),
+        (f'{CALLS_BEGIN}{CALL}f{SEPARATOR}"{{\\"a\\": 1}} or 2', call("f", '{"a": 1} or 2')),
         (
             f'{CALLS_BEGIN}{CALL}f{SEPARATOR}{{"a": 1, b: 2}}{CALL_END}{CALLS_END}ok',
             [*call("f", '{"a": 1, b: 2}'), Text("ok")],
