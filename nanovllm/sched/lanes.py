@@ -205,10 +205,18 @@ class Lanes:
         """Process the result of the oldest step in flight. Implements planner.Planner."""
         assert isinstance(result, LanesResult)
         each = zip(self.lanes, result.lanes, self._in_flight.popleft(), strict=True)
-        return joined([lane.complete(own) for lane, own, has_result in each if has_result])
+        outputs = []
+        for lane, own, has_result in each:
+            if has_result:
+                outputs.append(lane.complete(own))
+                lane.measure(own.step, 0.0)  # see measure()
+        return joined(outputs)
 
     def measure(self, step: int, period_s: float) -> None:
-        """Do nothing: a period depends on the drafts of all lanes, and is no lane's price."""
+        """Do nothing: a period depends on the drafts of all lanes, and is no lane's price.
+
+        For the lanes, no step has been measured.
+        """
 
     def check(self) -> None:
         for lane in self.lanes:

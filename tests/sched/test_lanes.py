@@ -229,3 +229,16 @@ def test_whoever_looks_sees_slots_of_all_lanes() -> None:
     admitted = [one.request for step in found.steps for one in step.admitted]
     assert sorted(admitted) == [0, 1, 2] and isinstance(found.steps[0], Step)
     assert found.steps[-1].free == 80
+
+
+def test_steps_that_are_complete_leave_no_time_to_be_measured() -> None:
+    """Otherwise the memory of a server with lanes and drafts grows with each step."""
+    engine = PaperLanes(2, drafts=3, **ROOM)
+    for request_id in range(3):
+        engine.say(generate(request_id, [request_id + 1] * 9, 20))
+    engine.step()
+    prices = [lane.queue.decoding.drafting.prices for lane in engine.lanes.lanes]
+    assert [len(each._planned) for each in prices] == [1, 1]
+    engine.finish_all()
+    assert [len(each._planned) for each in prices] == [0, 0]
+    assert [each.plain_s(1) for each in prices] == [None, None]
