@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 from msgspec import Struct
 
 from nanovllm.config import ConfigError
-from nanovllm.models.decoder import DecoderConfig
+from nanovllm.models.decoder import Count, DecoderConfig
 from nanovllm.models.support import check_only
 
 T = TypeVar("T")
@@ -61,12 +60,12 @@ class EagleConfig(Struct, frozen=True):
 
 
 class Eagle3Fields(Struct, frozen=True):
-    """Fields of a head's config.json that a Llama model has not."""
+    """Fields of a head's config.json besides the sizes of its layers."""
 
     speculators_model_type: str | None = None
     eagle_config: EagleConfig = EagleConfig()
     eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
-    draft_vocab_size: int | None = None
+    draft_vocab_size: Count | None = None
     target_hidden_size: int | None = None
     num_aux_hidden_states: int | None = None
     norm_before_residual: bool | None = None
@@ -75,6 +74,8 @@ class Eagle3Fields(Struct, frozen=True):
     use_aux_norm: bool | None = None
     norm_output: bool | None = None
     model_type: str | None = None
+    architectures: tuple[str, ...] = ()
+    layer_types: tuple[str, ...] = ()
 
     def layer_ids(self, path: Path) -> tuple[int, ...] | None:
         """Return the ids of the tapped layers, or None without them. Raise ConfigError."""
@@ -141,7 +142,7 @@ def flattened(raw: dict[str, Any], path: Path) -> dict[str, Any]:
 def check_kind(raw: dict[str, Any], fields: Eagle3Fields, path: Path) -> None:
     """Raise ConfigError for a head of another method, and for one with other equations.
 
-    `raw` is of `flattened`. Raise msgspec.ValidationError for a list that is none.
+    `raw` is of `flattened`.
     """
     if fields.speculators_model_type not in (None, "eagle3"):
         raise ConfigError(
@@ -156,10 +157,9 @@ def check_kind(raw: dict[str, Any], fields: Eagle3Fields, path: Path) -> None:
     if raw.get("quantization_config"):
         raise ConfigError(f"{path}: a quantised head is not supported; use an unquantised one")
     check_only(raw, ONLY, path)
-    types = msgspec.convert(raw.get("layer_types", ()), list[str])
-    if other := {*types} - {"full_attention"}:
+    if other := {*fields.layer_types} - {"full_attention"}:
         raise ConfigError(f"{path}: layer_types has {min(other)}; only full_attention is supported")
-    check_layers(raw, fields.model_type, path)
+    check_layers(fields, path)
     known = {*EagleConfig.__struct_fields__, *SHOWN}
     for name, value in raw.get(SECTION, {}).items():
         if name not in known and value:
@@ -169,11 +169,10 @@ def check_kind(raw: dict[str, Any], fields: Eagle3Fields, path: Path) -> None:
             )
 
 
-def check_layers(raw: dict[str, Any], model_type: str | None, path: Path) -> None:
+def check_layers(fields: Eagle3Fields, path: Path) -> None:
     """Raise ConfigError unless the architecture, or else the model_type, is like Llama's."""
-    architectures = msgspec.convert(raw.get("architectures", ()), list[str])
-    names = [name for name in architectures if not NAMELESS.fullmatch(name)]
-    field, kind = ("architectures", names[0]) if names else ("model_type", model_type)
+    names = [name for name in fields.architectures if not NAMELESS.fullmatch(name)]
+    field, kind = ("architectures", names[0]) if names else ("model_type", fields.model_type)
     if kind is not None and not LIKE_LLAMA.search(kind):
         raise ConfigError(
             f"{path}: {field} is {kind}; only heads with layers of Llama or Qwen3 are supported"

@@ -129,7 +129,20 @@ def test_what_changes_the_numbers_is_refused(
 
 @pytest.mark.parametrize("field", ["architectures", "layer_types"])
 def test_lists_that_are_none_are_one_line(field: str, tmp_path: Path) -> None:
-    assert line_of(tmp_path, {field: 5}) == "Expected `array`, got `int`"
+    assert line_of(tmp_path, {field: 5}) == f"Expected `array`, got `int` - at `$.{field}`"
+    error = f"Expected `str`, got `int` - at `$.{field}[0]`"
+    assert line_of(tmp_path, {field: [5]}) == error
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_draft_vocabulary_without_tokens_is_one_line(count: int, tmp_path: Path) -> None:
+    """Random weights have no output head whose rows differ from it."""
+    save_head(tmp_path, eagle3_tensors(), draft_vocab_size=count)
+    with pytest.raises(ConfigError) as caught:
+        read_eagle3(tmp_path, TARGET, is_dummy=True)
+    assert str(caught.value) == (
+        f"{tmp_path}/config.json: Expected `int` >= 1 - at `$.draft_vocab_size`"
+    )
 
 
 @pytest.mark.parametrize(
