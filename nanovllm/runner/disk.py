@@ -45,7 +45,10 @@ def owner_of(config: Config, resolved: Resolved) -> PageOwner:
         folder = Path(os.path.expanduser(recipe.speculate.model or ""))
         drafts = [recipe.speculate.method]
         if (folder / "config.json").is_file() and recipe.speculate.model:
-            drafts.append(model_identity(folder, {}, has_weights=recipe.load.format != "dummy"))
+            stated = {"taps": recipe.speculate.taps, "rope_theta": recipe.speculate.rope_theta}
+            stated = {key: value for key, value in stated.items() if value}
+            has_weights = recipe.load.format != "dummy"
+            drafts.append(model_identity(folder, stated, has_weights=has_weights))
     settings = {
         "quantize": recipe.quantize,
         "num_layers": recipe.num_layers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -64,6 +65,13 @@ def test_a_rank_has_pages_of_its_own() -> None:
     assert len({owner(mesh=mesh).name(b"key") for mesh in meshes}) == 3
 
 
+def owner_with_head(target: Path, head: Path, **stated: Any) -> PageOwner:
+    speculate = Speculate(method="eagle3", model=str(head), tokens=2, **stated)
+    config = config_of(target)
+    config = replace(config, recipe=replace(config.recipe, speculate=speculate))
+    return owner_of(config, resolve_config(config, Mesh()))
+
+
 def test_the_weights_of_a_draft_head_count(tmp_path: Path) -> None:
     make_tiny(tmp_path / "own", "qwen3", num_hidden_layers=5)
     owners = []
@@ -72,11 +80,21 @@ def test_the_weights_of_a_draft_head_count(tmp_path: Path) -> None:
         first = min(tensors)
         tensors[first] = tensors[first] + at
         save_head(tmp_path / f"head{at}", tensors)
-        speculate = Speculate(method="eagle3", model=str(tmp_path / f"head{at}"), tokens=2)
-        config = config_of(tmp_path / "own")
-        config = replace(config, recipe=replace(config.recipe, speculate=speculate))
-        owners.append(owner_of(config, resolve_config(config, Mesh())))
+        owners.append(owner_with_head(tmp_path / "own", tmp_path / f"head{at}"))
     assert owners[0].identity != owners[1].identity and owners[0].layout == owners[1].layout
+
+
+def test_what_a_recipe_states_of_a_draft_head_counts(tmp_path: Path) -> None:
+    """Other taps and rotary positions give other keys of the head. The file has taps 2, 3, 4."""
+    own, head = tmp_path / "own", tmp_path / "head"
+    make_tiny(own, "qwen3", num_hidden_layers=5)
+    save_head(head, eagle3_tensors())
+    owners = [
+        owner_with_head(own, head, **stated)
+        for stated in ({}, {"drafts_by": "argmax"}, {"taps": [1, 2, 3]}, {"rope_theta": 9.0})
+    ]
+    assert owners[0] == owners[1]
+    assert len({owner.identity for owner in owners}) == 3
 
 
 def test_bits_of_other_kernels_are_found_by_no_invariant_server() -> None:
