@@ -110,7 +110,7 @@ def read_eagle3(
         fields = msgspec.convert(raw, Eagle3Fields)
         check_kind(raw, fields, path)
         config = config_of(raw, rope_theta, path)
-    except NOT_JSON as error:  # also a missing field, or one of the wrong type
+    except (*NOT_JSON, OSError) as error:  # also a missing field, or one of the wrong type
         raise ConfigError(f"{path}: {error}") from None
     names, stored = ({}, {}) if is_dummy else tensors_of(place)
     norm_before_fc, fc_norm, norm_output = fields.norms(path)
@@ -254,8 +254,11 @@ def count_of(
 def draft_vocab_of(
     fields: Eagle3Fields, stored: Mapping[str, Stored], config: DecoderConfig
 ) -> int:
-    if "lm_head.weight" in stored:
-        return stored["lm_head.weight"].shape[0]
+    if (head := stored.get("lm_head.weight")) is not None:
+        if len(head.shape) != 2:
+            shape = f"{list(head.shape)}, expected two sizes"
+            raise ConfigError(f"{head.path}: lm_head.weight has the shape {shape}")
+        return head.shape[0]
     return fields.draft_vocab_size or config.vocab_size
 
 

@@ -35,7 +35,8 @@ class Eagle3Loader:
             Path(os.path.expanduser(speculate.model)),
             config.recipe.load.format == "dummy",
         )
-        if not (self.folder.is_dir() or (is_dummy and self.folder.suffix == ".json")):
+        is_config = is_dummy and self.folder.suffix == ".json" and self.folder.is_file()
+        if not (is_config or self.folder.is_dir()):
             raise ConfigError(
                 f"speculate.model: {speculate.model} is not a folder; give that of an EAGLE-3 head"
             )

@@ -287,6 +287,10 @@ def test_configs_that_do_not_fit(fields: dict[str, object], said: str, tmp_path:
             "FOLDER/config.json: draft_vocab_size is 40, but lm_head.weight has 50 rows",
         ),
         (
+            lambda tensors: tensors.update({"lm_head.weight": torch.zeros(())}),
+            "FOLDER/model.safetensors: lm_head.weight has the shape [], expected two sizes",
+        ),
+        (
             lambda tensors: tensors.update({"mask_hidden": torch.zeros(192)}),
             "FOLDER: mask_hidden: heads for parallel drafting are not supported",
         ),
@@ -310,3 +314,11 @@ def test_a_narrow_head_without_weights_has_everything_of_its_own(tmp_path: Path)
     found = read_eagle3(tmp_path, TARGET, is_dummy=True)
     assert found.has_embedding and found.has_output and found.target_ids() is None
     assert read_eagle3(tmp_path, replace(TARGET, hidden_size=32), is_dummy=True).has_output is False
+
+
+def test_a_config_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    save_head(tmp_path, eagle3_tensors())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ConfigError, match=r"^\S+/config\.json: .* Is a directory: \S+$"):
+        read_eagle3(tmp_path, TARGET)
