@@ -67,7 +67,6 @@ class Drafting:
         most = self.most = drafts.most  # maximum drafts per row
         self.adapt, self.has_model = drafts.adapt, drafts.has_model
         self.prices = DraftPrices()
-        self._num_fed = 0  # drafts of the latest planned step
         self._skip_until = 0  # steps before this one feed no drafts
         self._failed_probes = 0  # in turn, since a draft was last accepted
         self._proposed = True  # whether the latest planned step proposes drafts
@@ -103,11 +102,9 @@ class Drafting:
         else:
             found_R = np.minimum(self._found[slots_R], most_R)
         drafts_R = self._adapted(step, slots_R, found_R) if self.adapt else found_R
-        self._num_fed = int(drafts_R.sum())
-        if self._num_fed > budget:  # the first rows have precedence
+        if int(drafts_R.sum()) > budget:  # the first rows have precedence
             before_R = drafts_R.cumsum(dtype=np.int32) - drafts_R
             drafts_R = np.clip(budget - before_R, 0, drafts_R)
-            self._num_fed = int(drafts_R.sum())
         return drafts_R
 
     def _adapted(self, step: int, slots_R: SlotIndices, found_R: Int32) -> Int32:
@@ -135,15 +132,16 @@ class Drafting:
             num_steps = int(num_steps * min(max(SHORT_STEP_S / plain_s, 1.0), LONGEST))
         self._skip_until = step + (num_steps if most is None else min(num_steps, most))
 
-    def plan_proposals(self, step: int, slots_R: SlotIndices) -> bool:
+    def plan_proposals(self, step: int, slots_R: SlotIndices, num_fed: int) -> bool:
         """Return whether drafts are proposed at the end of a step with these rows.
 
         A draft model proposes drafts that would be fed in the next step. Prompt lookup does unless
-        the host rests from drafts. Called once for each planned step.
+        the host rests from drafts. `num_fed` is the number of drafts that the step feeds, after all
+        limits. Called once for each planned step.
         """
         if not self.adapt or not self.most:
             return self._proposed
-        num_rows, num_fed, self._num_fed = len(slots_R), self._num_fed, 0
+        num_rows = len(slots_R)
         if not self.has_model:
             self._proposed = step + PROPOSED_BEFORE >= self._skip_until
         elif num_rows:

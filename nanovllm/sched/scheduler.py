@@ -288,7 +288,9 @@ class Scheduler:
             clean=self.memory.taken_dirty(),
             copies=plan.copies,
             drafts=b"" if drafts_R is None else drafts_R.tobytes(),
-            proposes=self._drafting.plan_proposals(self._step, rows.slots),
+            proposes=self._drafting.plan_proposals(
+                self._step, rows.slots, 0 if drafts_R is None else int(drafts_R.sum())
+            ),
             adapters=self.queue.adapters.taken_loads(),
         )
 

@@ -20,7 +20,13 @@ from nanovllm.sched.drafting import (
     cost,
     worthwhile,
 )
-from nanovllm.sched.prices import MEASURE_EVERY, MEASURE_FIRST, DraftPrices
+from nanovllm.sched.prices import (
+    MEASURE_EVERY,
+    MEASURE_FIRST,
+    DraftPrices,
+    row_class,
+    size_class,
+)
 from nanovllm.sched.scheduler import Scheduler
 from nanovllm.speculate import Drafts
 from nanovllm.wire import Generate, Sampling
@@ -258,6 +264,28 @@ def test_steps_without_drafts_are_measured_now_and_then() -> None:
     assert plain == [first, 2 * first, 3 * first, 3 * first + each]
 
 
+@pytest.mark.parametrize(("num_pages", "fed"), [(3, 1), (4, 2)])
+def test_drafts_without_a_page_are_not_in_the_price(num_pages: int, fed: int) -> None:
+    """Otherwise steps with few drafts would be measured as those with many, which then seem cheap.
+
+    Pages hold two tokens. Both rows have a page, and need another one for a draft.
+    """
+    scheduler = Scheduler(
+        KVMemory(num_pages, 2),
+        num_slots=2,
+        step_tokens=64,
+        max_model_tokens=64,
+        drafts=Drafts(most=2),
+    )
+    for i in range(2):
+        scheduler.add(Generate(i, array("i", [i]).tobytes(), 3, [], Sampling()), float(i))
+    prices = scheduler._drafting.prices
+    scheduler.plan()
+    plan = scheduler.plan()
+    assert plan is not None and sum(np.frombuffer(plan.drafts, np.int32)) == fed
+    assert prices._planned[2] == (row_class(2), size_class(fed))
+
+
 def test_without_measured_drafts_no_step_is_measured_without_them() -> None:
     prices = DraftPrices()
     for step in range(1, 600):
@@ -335,7 +363,7 @@ def waited_steps(rows: int, begins: int) -> int:
     for step in range(1, begins + 40):
         if not drafting.skips(step) and drafting.choose(step, slots, most, 999).any():
             return step - begins
-        proposes = drafting.plan_proposals(step, slots)
+        proposes = drafting.plan_proposals(step, slots, num_fed=0)
         if before:  # its result arrives after the plan of this step
             drafting.report(slots, np.full((rows, 1 + D), D * (step > begins), np.int32))
         before = proposes
