@@ -441,9 +441,9 @@ def locate(checked: Checked, check: Check | None = None) -> Config:
 def _folder_of(model: str, check: Check, *, dummy: bool) -> Path | None:
     """Return a local folder, or that of a Hub id, downloaded if needed; None if there is none."""
     local = Path(os.path.expanduser(model))
-    if local.is_dir():
+    if os.path.isdir(local):
         return local
-    if local.is_file():
+    if os.path.isfile(local):
         checkpoint.check_file(local)
     if not recipes.is_hub_id(model):
         return None

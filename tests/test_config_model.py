@@ -66,7 +66,7 @@ def test_paths_start_at_the_recipe_and_those_of_set_at_the_current_folder(
         assert [path.resolve() for path in paths] == [name.resolve() for name in names]
 
 
-@pytest.mark.parametrize("model", ["./nowhere", "no one/nothing", "nowhere"])
+@pytest.mark.parametrize("model", ["./nowhere", "no one/nothing", "nowhere", "x" * 300])
 def test_a_model_that_is_nowhere_is_named(model: str) -> None:
     with pytest.raises(ConfigError, match=f"cannot find model '{model}': it is not"):
         load_config(None, [f"model={model}"])

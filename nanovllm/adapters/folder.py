@@ -6,6 +6,7 @@ of the configured folder. So no name and no link leads out of it.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -21,7 +22,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 def check_folder(folder: Path) -> None:
     """Raise ConfigError if the folder of adapters does not exist."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ConfigError(f"adapters.folder: {folder} is not a folder")
 
 

@@ -124,7 +124,7 @@ def found_at(config: Config) -> tuple[Path, Path]:
     path = Path(os.path.expanduser(speculate.model))
     if is_dummy and path.suffix == ".json" and path.is_file():
         return path.parent, path
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise ConfigError(f"{KEY}: {speculate.model} is not a folder; give that of a small model")
     checkpoint.check(path, has_weights=not is_dummy)
     return path, path / "config.json"

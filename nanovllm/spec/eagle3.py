@@ -36,7 +36,7 @@ class Eagle3Loader:
             config.recipe.load.format == "dummy",
         )
         is_config = is_dummy and self.folder.suffix == ".json" and self.folder.is_file()
-        if not (is_config or self.folder.is_dir()):
+        if not (is_config or os.path.isdir(self.folder)):
             raise ConfigError(
                 f"speculate.model: {speculate.model} is not a folder; give that of an EAGLE-3 head"
             )

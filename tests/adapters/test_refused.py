@@ -174,6 +174,7 @@ def test_the_section_is_checked(tmp_path: Path) -> None:
     for setting, words in (
         ("adapters.folder=/nowhere", "adapters.folder: /nowhere is not a folder"),
         ("adapters.folder=~nobody-at-all/x", "~nobody-at-all/x is not a folder"),
+        ("adapters.folder=" + "x" * 300, "xxx is not a folder"),
         (f"adapters={{folder: {tmp_path}}}", "has no folder with an adapter_config.json"),
         ("adapters={folder: demo, names: []}", "adapters.names is empty; list adapters"),
         (f"adapters={{folder: {tmp_path}, slots: 0}}", "adapters.slots is 0; it must be between"),

@@ -50,9 +50,10 @@ def test_a_model_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
     assert line_of(given(config, model="/nowhere")) == (
         "speculate.model: /nowhere is not a folder; give that of a small model"
     )
-    assert line_of(given(config, model="~nobody-at-all/x")) == (
-        "speculate.model: ~nobody-at-all/x is not a folder; give that of a small model"
-    )
+    for place in ("~nobody-at-all/x", "x" * 300):
+        assert line_of(given(config, model=place)) == (
+            f"speculate.model: {place} is not a folder; give that of a small model"
+        )
     assert line_of(given(config, model=SMALL)) == (
         f"speculate.model: {SMALL} is not a folder; give that of a small model"
     )

@@ -51,9 +51,10 @@ def test_heads_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
     assert line_of(given(config, method="eagle3", model="/nowhere")) == (
         "speculate.model: /nowhere is not a folder; give that of an EAGLE-3 head"
     )
-    assert line_of(given(config, method="eagle3", model="~nobody-at-all/x")) == (
-        "speculate.model: ~nobody-at-all/x is not a folder; give that of an EAGLE-3 head"
-    )
+    for place in ("~nobody-at-all/x", "x" * 300):
+        assert line_of(given(config, method="eagle3", model=place)) == (
+            f"speculate.model: {place} is not a folder; give that of an EAGLE-3 head"
+        )
     assert line_of(given(config, method="eagle3", model=str(head / "config.json"))) == (
         f"speculate.model: {head}/config.json is not a folder; give that of an EAGLE-3 head"
     )
