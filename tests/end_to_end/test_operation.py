@@ -36,6 +36,11 @@ SLOW = ("paper", "--set", "paper.tokens_per_s=2", "--set", "server.shutdown_s=60
 SERVE = [sys.executable, "-m", "nanovllm", "serve"]
 
 
+def take_hangups() -> None:
+    """Do not ignore SIGHUP in a new process, even if the tests run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @contextmanager
 def served(port: int, *arguments: str, **how: Any) -> Iterator[subprocess.Popen[bytes]]:
     """Yield a server whose output is not read. It ends with the block."""
@@ -154,6 +159,7 @@ def test_a_signal_to_all_processes_ends_the_start_without_a_word(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=take_hangups,
     )
     born = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     eventually(lambda: len(born.read_text().split()) >= num_born, 30)

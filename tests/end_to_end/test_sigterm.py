@@ -19,7 +19,7 @@ from nanovllm import launch
 from nanovllm.config import load_config
 from tests.bench.test_online import free_port
 from tests.end_to_end.demo_server import start
-from tests.end_to_end.test_operation import BODY, ROOT, SERVE, ask, served
+from tests.end_to_end.test_operation import BODY, ROOT, SERVE, ask, served, take_hangups
 
 
 def test_answers_may_finish_for_a_minute_unless_the_recipe_says_less() -> None:
@@ -57,8 +57,9 @@ def test_the_log_counts_the_answers_that_were_cut(is_cut: bool) -> None:
 def test_a_closed_terminal_lets_requests_finish() -> None:
     """It sends SIGHUP to all processes, and so may the shell, after its own."""
     port = free_port()
+    how: dict[str, Any] = {"start_new_session": True, "preexec_fn": take_hangups}
     with (
-        served(port, "--set", "paper.tokens_per_s=20", start_new_session=True) as process,
+        served(port, "--set", "paper.tokens_per_s=20", **how) as process,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
     ):
         body = BODY | {"stream": True, "max_tokens": 40, "ignore_eos": True}
