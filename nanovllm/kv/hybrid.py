@@ -174,9 +174,7 @@ class HybridMemory(TieredMemory):
             return prefix, []
         return Found(pages, state.num_tokens, checkpoint=state.id), loads
 
-    def _state_to_fetch(
-        self, prefix: Found, keys: PageKeys, loads: list[Key]
-    ) -> tuple[int, list[Key]]:
+    def _state_to_fetch(self, prefix: Found, keys: PageKeys) -> tuple[int, list[Key]]:
         """Return the checkpoint for a state that a load brings, and the keys of its parts.
 
         A thread of the disk may have evicted a part since it was found. The load then fails.

@@ -71,7 +71,7 @@ class TieredMemory(KVMemory):
         tier.touch(reversed(own))
         for key, page in zip(own, prefix.pages, strict=True):
             tier.note(key, page, is_issued=True)
-        state_to, parts = self._state_to_fetch(prefix, holding.keys, loads)
+        state_to, parts = self._state_to_fetch(prefix, holding.keys)
         if not loads and not parts:
             return 0
         pages = holding.pages[len(own) : len(own) + len(loads)]
@@ -84,9 +84,7 @@ class TieredMemory(KVMemory):
             request_id, len(own), keys=loads, pages=pages, state_keys=parts, state_to=state_to
         )
 
-    def _state_to_fetch(
-        self, prefix: Found, keys: PageKeys, loads: list[Key]
-    ) -> tuple[int, list[Key]]:
+    def _state_to_fetch(self, prefix: Found, keys: PageKeys) -> tuple[int, list[Key]]:
         """Return the checkpoint for a state that a load brings, and the keys of its parts."""
         return -1, []
 

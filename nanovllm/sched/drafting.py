@@ -12,8 +12,8 @@ start with the average over all rows.
 Decision: if drafts found by prompt lookup do not pay, or none of many rows has found any, a rest
 begins. For up to MOST_SKIPPED steps nothing is decided again, and only the last two of these steps
 look drafts up and report them. The decision takes the host a tenth of a millisecond. A copy of
-drafts and their report take half as long, and the demo's step of 64 rows takes 0.4 ms in all. So a
-rest of short steps lasts up to LONGEST times that number.
+drafts and their report take half as long, and the demo's step of 64 rows takes 0.4 ms in all. If
+steps are short, a rest has up to LONGEST times this number.
 
 Decision: the probability that a draft model gives to its draft has no part in it. A step is planned
 before the drafts that it feeds are drawn. Only the probability of the previous draft is known then,
@@ -111,26 +111,26 @@ class Drafting:
         """Return the number of drafts that each row feeds. Begin a rest if there are none."""
         num_rows = len(slots_R)
         if not np.count_nonzero(found_R):
-            self._rest(step, num_rows, min(num_rows // ROWS_OF_SKIPPED, MOST_SKIPPED))
+            num_steps = min(num_rows // ROWS_OF_SKIPPED, MOST_SKIPPED)
+            self._rest(step, self._lengthened(num_steps, num_rows))
             return found_R
         drafts_R, is_probe = self._worthwhile(step, slots_R, found_R)
         if is_probe and drafts_R.any():
             self._failed_probes += 1
         elif is_probe:
             every = self._probe_every(num_rows)
-            self._rest(step, num_rows, MOST_SKIPPED, every - step % every)
+            self._rest(step, min(self._lengthened(MOST_SKIPPED, num_rows), every - step % every))
         return drafts_R
 
-    def _rest(self, step: int, num_rows: int, num_steps: int, most: int | None = None) -> None:
-        """Feed no drafts found by prompt lookup before step + num_steps.
+    def _rest(self, step: int, num_steps: int) -> None:
+        """Feed no drafts found by prompt lookup before step + num_steps."""
+        if not self.has_model:
+            self._skip_until = step + num_steps
 
-        If steps are short, the rest has more of them, but at most `most`.
-        """
-        if self.has_model:
-            return
-        if plain_s := self.prices.plain_s(num_rows):
-            num_steps = int(num_steps * min(max(SHORT_STEP_S / plain_s, 1.0), LONGEST))
-        self._skip_until = step + (num_steps if most is None else min(num_steps, most))
+    def _lengthened(self, num_steps: int, num_rows: int) -> int:
+        """Return a proportionally larger number of steps if those without drafts are short."""
+        plain_s = self.prices.plain_s(num_rows) or SHORT_STEP_S
+        return int(num_steps * min(max(SHORT_STEP_S / plain_s, 1.0), LONGEST))
 
     def plan_proposals(self, step: int, slots_R: SlotIndices, num_fed: int) -> bool:
         """Return whether drafts are proposed at the end of a step with these rows.

@@ -203,13 +203,8 @@ def test_drafts_in_excess_of_the_tokens_left_are_the_last_rows() -> None:
 
 
 def test_what_a_draft_costs_rises_with_the_tokens() -> None:
-    assert [round(cost(tokens), 2) for tokens in (2, 128, 256, 512, 999)] == [
-        0.1,
-        0.2,
-        0.3,
-        0.5,
-        0.5,
-    ]
+    costs = [round(cost(num_tokens), 2) for num_tokens in (2, 128, 256, 512, 999)]
+    assert costs == [0.1, 0.2, 0.3, 0.5, 0.5]
     rates = np.array([0.0, 0.09, 0.3, 0.51, 0.9, 1.0], np.float32)
     assert worthwhile(rates[:1], 9).tolist() == [0]
     assert worthwhile(rates, 9).tolist() == [0, 0, 1, 3, 9, 9]
@@ -234,6 +229,9 @@ def test_where_drafts_are_cheaper_than_estimated_more_of_them_are_fed() -> None:
     accept, cheap = (0.6, 0.35, 0.2), 1.05
     guessed = gain(256, accept, least=cheap, dear=1.1, is_measured=False)
     assert gain(256, accept, least=cheap, dear=1.1) > guessed + 0.02 > 1.25
+    accept, cheap = (0.55, 0.3, 0.15), 1.02
+    guessed = gain(256, accept, least=cheap, dear=1.1, is_measured=False)
+    assert gain(256, accept, least=cheap, dear=1.1) > guessed + 0.05 > 1.15
 
 
 def test_a_price_is_a_ratio_of_medians_of_one_class_of_rows() -> None:

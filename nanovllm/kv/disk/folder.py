@@ -119,10 +119,7 @@ class PageFolder:
         view = aligned_bytes(2 * BLOCK)
         view[:BLOCK] = pattern
         try:
-            with (
-                self._shard(self._usable_shard()) as shard,
-                _part(shard, PROBE, O_DIRECT) as (fd, _),
-            ):
+            with self._trial(O_DIRECT) as fd:
                 _write_all(fd, view[:BLOCK])
                 _read_all(fd, view[BLOCK:])
         except OSError as error:
@@ -210,10 +207,7 @@ class PageFolder:
         if self.is_direct is None:
             self.is_direct = O_DIRECT != 0 and self._allows_direct()
         view = aligned_bytes(length)
-        with (
-            self._shard(self._usable_shard()) as shard,
-            _part(shard, PROBE, self._direct) as (fd, _),
-        ):
+        with self._trial(self._direct) as fd:
             _write_all(fd, view)
             _read_all(fd, view)
 
