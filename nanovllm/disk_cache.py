@@ -31,7 +31,7 @@ def check(disk: Disk | None, *, host_gib: float) -> None:
         raise ConfigError(f"cache.disk.gib is {disk.gib}; it must be between {low} and {high}")
     if not disk.path:
         raise ConfigError("cache.disk.path is empty; name a folder, or drop cache.disk")
-    if str(disk.folder).startswith("~"):
+    if os.path.expanduser(disk.path).startswith("~"):
         raise ConfigError(
             f"cache.disk.path is {disk.path!r}; {disk.folder.parts[0]} has no home folder; "
             "write the whole path"

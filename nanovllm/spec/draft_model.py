@@ -122,7 +122,7 @@ def found_at(config: Config) -> tuple[Path, Path]:
             return DEMO / "draft", DEMO / "draft/config.json"
         raise ConfigError(f"{KEY} is missing; give the folder of a small model")
     path = Path(os.path.expanduser(speculate.model))
-    if is_dummy and path.suffix == ".json" and path.is_file():
+    if is_dummy and path.suffix == ".json" and os.path.isfile(path):
         return path.parent, path
     if not os.path.isdir(path):
         raise ConfigError(f"{KEY}: {speculate.model} is not a folder; give that of a small model")

@@ -35,7 +35,7 @@ class Eagle3Loader:
             Path(os.path.expanduser(speculate.model)),
             config.recipe.load.format == "dummy",
         )
-        is_config = is_dummy and self.folder.suffix == ".json" and self.folder.is_file()
+        is_config = is_dummy and self.folder.suffix == ".json" and os.path.isfile(self.folder)
         if not (is_config or os.path.isdir(self.folder)):
             raise ConfigError(
                 f"speculate.model: {speculate.model} is not a folder; give that of an EAGLE-3 head"

@@ -257,6 +257,11 @@ def test_what_is_wrong_with_a_disk_is_one_line(settings: list[str], line: str) -
     assert line in str(caught.value)
 
 
+def test_a_folder_whose_name_begins_with_a_tilde_can_be_written() -> None:
+    disk = demo("cache.disk={path: ./~x}", "cache.host_gib=1").recipe.cache.disk
+    assert disk is not None and disk.folder == Path("~x")
+
+
 def test_without_the_key_there_are_no_transfers_and_no_copies() -> None:
     engine = WholeEngine(demo(), **SMALL)
     engine.submit(0, [5] * 40, 10)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from nanovllm.bench.gpus import gpu_of
 from nanovllm.bench.plan import WEIGHTS, plan_of
-from nanovllm.config import Config, ConfigError, Speculate, load_config
+from nanovllm.config import Config, ConfigError, Load, Speculate, load_config
 from nanovllm.runner.resolved import resolve_config
 from nanovllm.runner.room import need_of
 from tests.models.tiny import NEXT, config_of, make_tiny
@@ -54,6 +54,10 @@ def test_a_model_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
         assert line_of(given(config, model=place)) == (
             f"speculate.model: {place} is not a folder; give that of a small model"
         )
+    random = replace(config, recipe=replace(config.recipe, load=Load(format="dummy")))
+    assert line_of(given(random, model=(place := "x" * 300 + ".json"))) == (
+        f"speculate.model: {place} is not a folder; give that of a small model"
+    )
     assert line_of(given(config, model=SMALL)) == (
         f"speculate.model: {SMALL} is not a folder; give that of a small model"
     )

@@ -58,7 +58,7 @@ def test_heads_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
     assert line_of(given(config, method="eagle3", model=str(head / "config.json"))) == (
         f"speculate.model: {head}/config.json is not a folder; give that of an EAGLE-3 head"
     )
-    for place in ("/nowhere/config.json", "/nowhere"):
+    for place in ("/nowhere/config.json", "/nowhere", "x" * 300 + ".json"):
         random = replace(config, recipe=replace(config.recipe, load=Load(format="dummy")))
         assert line_of(given(random, method="eagle3", model=place)) == (
             f"speculate.model: {place} is not a folder; give that of an EAGLE-3 head"
