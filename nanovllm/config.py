@@ -49,9 +49,6 @@ class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # device then computes the tokens of its own requests.
     ep: int = 1
     dp: int = 1  # number of engine replicas of one server, each on max(tp, ep) devices
-    # Steps of at least this number of tokens run as two halves: with tp > 1, one half computes
-    # while the ranks sum the other's products. 0: never. It has not been measured on a GPU yet.
-    overlap_tokens: int = 0
     # A request goes to the engine with the least
     # prefill_weight * (prompt tokens to compute) + load_weight * (requests in flight).
     prefill_weight: float = 1.0
@@ -313,7 +310,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "parallel.ep": (1, 64),
     "parallel.dp": (1, 64),
     "parallel.prefill_weight": (0, 1e6),
-    "parallel.overlap_tokens": (0, 1 << 24),
     "parallel.load_weight": (0, 1e6),
     "parallel.restarts": (0, 1000),
     "cache.page_tokens": (1, 1024),

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 HOPPER = 9
@@ -29,32 +24,8 @@ def can_overlap(device: torch.device) -> bool:
 
 
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors that a persistent kernel may fill."""
-    reserved = torch._C._get_sm_carveout_experimental() or 0
-    return torch.cuda.get_device_properties(device).multi_processor_count - reserved
-
-
-@contextmanager
-def reserving(count: int) -> Iterator[None]:
-    """Leave `count` multiprocessors to kernels of another stream in this block.
-
-    A persistent kernel launches one block per multiprocessor, and each block has a fixed share of
-    the work. If some multiprocessors are taken, their blocks start after the others have ended, and
-    the kernel takes twice as long. torch passes the number to cublasLt only (2.11), so cuBLAS gets
-    it here. It counts for kernels that are launched in the block by this thread.
-    """
-    whole = processors(torch.device("cuda", torch.cuda.current_device()))
-    major = (torch.version.cuda or "").partition(".")[0]
-    library = ctypes.CDLL(f"libcublas.so.{major}")  # loaded by torch
-    handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it is experimental
-        torch._C._set_sm_carveout_experimental(count)
-    library.cublasSetSmCountTarget(handle, whole - count)
-    try:
-        yield
-    finally:
-        torch._C._set_sm_carveout_experimental(None)
-        library.cublasSetSmCountTarget(handle, 0)
+    """Return the number of multiprocessors."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def launches_early(num_rows: int, device: torch.device) -> bool:

@@ -127,8 +127,6 @@ class ForwardContext:
     taps: Taps | None = None
     lane_tokens: int = 0  # as in plan.StepPlan; 0 in a graph, whose tokens are equal in all lanes
     adapters: AdaptedRows | None = None  # None: no token of the step has an adapter
-    # Contexts of the two halves of the step's tokens, if they alternate in layers: halves.py
-    halves: tuple[ForwardContext, ...] = ()
 
     def adapted(self, *, is_last: bool) -> AdaptedRows | None:
         """Return the adapters of the rows after a layer's attention.

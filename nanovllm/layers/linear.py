@@ -59,7 +59,7 @@ def with_pending_sum(y_TD: Tensor, residual: Added, mesh: Mesh) -> Residual:
     """
     if (peers := mesh.peers_for(y_TD)) is not None:
         return Parted(residual.stream_TD, y_TD, peers)
-    return Pending(residual.stream_TD, mesh.start_sum(y_TD))
+    return Pending(residual.stream_TD, mesh.all_reduce(y_TD))
 
 
 class Linear(Layer):

@@ -6,15 +6,11 @@ which reads both anyway. The type of the value that layers pass on shows which.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import torch
 from nanovllm_kernels.exchange.all_reduce import Peers, all_reduce_add, all_reduce_add_norm
 from torch import Tensor
-
-from nanovllm.parallel.mesh import StartedSum
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +20,7 @@ class Slices:
     parts_ITN: Tensor
 
 
-Output: TypeAlias = Tensor | Slices | StartedSum  # of a product, or its sum over ranks
+Output: TypeAlias = Tensor | Slices  # of a product
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +66,4 @@ Residual: TypeAlias = Added | Pending | Parted
 
 def as_tensor(product: Output) -> Tensor:
     """Return y_TN, or the partial products y_ITN, which kernels sum."""
-    if isinstance(product, StartedSum):
-        return product.wait()
     return product.parts_ITN if isinstance(product, Slices) else product
-
-
-def joined(halves: Sequence[Residual]) -> Added:
-    """Return the stream of consecutive tokens, whose pending products are sums over ranks."""
-    return Added(torch.cat([with_all_added(half) for half in halves]))
-
-
-def with_all_added(residual: Residual) -> Tensor:
-    """Return the stream, which includes a pending sum over ranks. May overwrite its input."""
-    if isinstance(residual, Parted):
-        residual = residual.added()
-    if isinstance(residual, Added):
-        return residual.stream_TD
-    return residual.stream_TD + as_tensor(residual.update)

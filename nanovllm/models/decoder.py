@@ -22,7 +22,7 @@ from nanovllm.layers.linear import Layer
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.ops import Ops
-from nanovllm.layers.residual import Added, Residual, joined
+from nanovllm.layers.residual import Added, Residual
 from nanovllm.layers.rope import Rope, cos_sin_table
 from nanovllm.models.support import ONLY
 from nanovllm.parallel.mesh import Mesh
@@ -208,10 +208,7 @@ class Decoder(Layer):
         With `ctx.all_hidden`, return those of all tokens, x_TD.
         """
         residual: Residual = Added(self.embed(token_ids_T))
-        first = 0
-        if ctx.halves:
-            residual, first = self._in_halves(residual, ctx), len(self.layers) - 1
-        for layer, block in enumerate(list(self.layers)[first:], first):
+        for layer, block in enumerate(self.layers):
             if ctx.taps is not None:
                 residual = ctx.taps.take(layer, residual)
             residual = block(residual, self.cos_sin_LA, ctx)
@@ -219,24 +216,6 @@ class Decoder(Layer):
             residual = ctx.taps.take(len(self.layers), residual)
         x_SD: Tensor = self.norm(residual)[0]
         return x_SD
-
-    def _in_halves(self, residual: Residual, ctx: ForwardContext) -> Added:
-        """Run all blocks but the last on both halves of the tokens, part by part in turn.
-
-        While the ranks sum a product of one half, this rank computes the same part of the other.
-        The second half of a prompt attends after its first half has stored keys and values. The
-        last block is for the whole step, because only sampled tokens remain after its attention.
-        """
-        sizes = [len(half.batch.token_ids_T) for half in ctx.halves]
-        streams: list[Residual] = [Added(x_TD) for x_TD in residual.stream_TD.split(sizes)]
-        blocks = cast("list[Block]", list(self.layers)[:-1])
-        with self.embed.mesh.overlap():
-            for block in blocks:
-                for n, half in enumerate(ctx.halves):
-                    streams[n] = block.attn(streams[n], self.cos_sin_LA, half)
-                for n, half in enumerate(ctx.halves):
-                    streams[n] = block.mlp(streams[n], half)
-        return joined(streams)
 
     def logits(self, x_SD: Tensor) -> Tensor:
         """Return logits_SV in the model's dtype, for this rank's span of the vocabulary."""

@@ -41,11 +41,6 @@ class GlooMesh(Mesh):
     # A ProcessGroupGloo once connected. Torch's stubs lack its options and operations.
     backend: list[Any] = field(default_factory=list)
 
-    @property
-    def can_overlap(self) -> bool:
-        """Return True, so that halves can be tested without a GPU. Sums do not overlap them."""
-        return self.tp_size > 1
-
     def connect(self) -> None:
         if self.backend:
             return

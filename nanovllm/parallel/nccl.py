@@ -7,25 +7,20 @@ size that is measured at start, because it depends on the machine's links.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from nanovllm_kernels.device import reserving
 from nanovllm_kernels.exchange import all_reduce as own, tokens as exchange
 from nanovllm_kernels.exchange.all_reduce import Peers
 from torch import Tensor
 
-from nanovllm.parallel.mesh import Mesh, StartedSum, padded
+from nanovllm.parallel.mesh import Mesh, padded
 from nanovllm.parallel.peers import c10d, connect_peers, crossover
 
 log = logging.getLogger("engine")
-# Multiprocessors for sums that overlap products: blocks of NCCL's kernel. Products leave them free.
-# A sum with few blocks takes longer, but not as long as the work of the other half.
-SIDE_PROCESSORS = 8
 
 
 class Links(NamedTuple):
@@ -34,16 +29,13 @@ class Links(NamedTuple):
     nccl: Any  # a ProcessGroupNCCL, whose methods torch's stubs lack
     peers: Peers | None  # None: NCCL alone
     own_bytes: int  # size of the largest message for which our kernels are faster; -1: none
-    side: Any = None  # a second ProcessGroupNCCL, for sums on a stream of their own
-    overlaps: bool = False  # whether sums are started there
 
 
 @dataclass(frozen=True, slots=True)
 class NcclMesh(Mesh):
     """Collectives on the current stream of the current device. All ranks get the same bits.
 
-    The host never waits for NCCL, which also runs on that stream (`asyncOp` False), except for sums
-    that overlap other work.
+    The host never waits for NCCL, which also runs on that stream (`asyncOp` False).
     """
 
     rendezvous: str = ""  # path of a file that does not exist yet
@@ -59,12 +51,11 @@ class NcclMesh(Mesh):
         options = c10d.ProcessGroupNCCL.Options()
         nccl_store, peers_store = c10d.PrefixStore("nccl", store), c10d.PrefixStore("peers", store)
         nccl = c10d.ProcessGroupNCCL(nccl_store, self.rank, self.size, options)
-        side = self._side(c10d.PrefixStore("side", store))
         if not self.has_peers:
-            self.connected.append(Links(nccl, None, own_bytes=-1, side=side))
+            self.connected.append(Links(nccl, None, own_bytes=-1))
             return
         peers = connect_peers(peers_store, self.rank, self.size, device)
-        self.connected.append(Links(nccl, peers, own_bytes=peers.capacity, side=side))
+        self.connected.append(Links(nccl, peers, own_bytes=peers.capacity))
         ours: Callable[[Tensor], object] = partial(own.all_reduce, peers=peers)
         theirs: Callable[[Tensor], object] = self._nccl
         if self.lanes > 1:
@@ -74,52 +65,17 @@ class NcclMesh(Mesh):
             "exchanges between ranks use nanovllm's kernels up to %d KiB, NCCL above",
             own_bytes >> 10,
         )
-        self.connected[0] = Links(nccl, peers, own_bytes, side)
-
-    def _side(self, store: Any) -> Any:  # noqa: ANN401
-        """Return a ProcessGroupNCCL for sums on a stream of their own.
-
-        Its kernels have few blocks, which get multiprocessors before those of other streams. It
-        connects at its first sum.
-        """
-        options = c10d.ProcessGroupNCCL.Options()
-        options.is_high_priority_stream = True
-        options.config.max_ctas = SIDE_PROCESSORS
-        return c10d.ProcessGroupNCCL(store, self.rank, self.size, options)
-
-    @property
-    def can_overlap(self) -> bool:
-        return self.tp_size > 1
-
-    @contextmanager
-    def overlap(self) -> Iterator[None]:
-        links = self.connected[0]
-        self.connected[0] = links._replace(overlaps=True)
-        try:
-            with reserving(SIDE_PROCESSORS):
-                yield
-        finally:
-            self.connected[0] = links
-
-    def start_sum(self, x: Tensor) -> Tensor | StartedSum:
-        links = self.connected[0]
-        if not links.overlaps:
-            return self.all_reduce(x)
-        options = c10d.AllreduceOptions()
-        options.asyncOp = True
-        return StartedSum(x, links.side.allreduce([x], options))
+        self.connected[0] = Links(nccl, peers, own_bytes)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.tp_size == 1:
             return x
-        links = self.connected[0]
-        if links.peers is not None and x.nbytes <= links.own_bytes:
-            return own.all_reduce(x, links.peers)
-        return self._nccl(x)
+        peers = self.peers_for(x)
+        return self._nccl(x) if peers is None else own.all_reduce(x, peers)
 
     def peers_for(self, x: Tensor) -> Peers | None:
         links = self.connected[0]
-        return None if links.overlaps or x.nbytes > links.own_bytes else links.peers
+        return links.peers if x.nbytes <= links.own_bytes else None
 
     def gather(self, x: Tensor) -> Tensor:
         peers = self.connected[0].peers
@@ -144,7 +100,7 @@ class NcclMesh(Mesh):
     def gather_tokens(
         self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_tokens: int
     ) -> tuple[Tensor, ...]:
-        _, peers, own_bytes, *_ = self.connected[0]
+        _, peers, own_bytes = self.connected[0]
         num_bytes = num_tokens * exchange.token_bytes(x_TD, weights_TK.shape[1])
         most = own_bytes + own_bytes // 8
         if peers is not None and num_bytes <= min(most, peers.capacity):
@@ -189,11 +145,6 @@ class OrderedMesh(NcclMesh):
     """
 
     __slots__ = ()
-
-    @property
-    def can_overlap(self) -> bool:
-        """Return False: our kernels of one rank must not overlap."""
-        return False
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.tp_size == 1:

@@ -218,7 +218,6 @@ def with_caches(
             states=states,
             draft_model=draft_model,
             adapters=adapters,
-            overlap_tokens=resolved.overlap_tokens,
         )
 
     def full_step() -> None:

@@ -78,11 +78,6 @@ class Resolved:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
 
     @property
-    def overlap_tokens(self) -> int:
-        """Number of tokens from which a step runs as two halves; 0: never."""
-        return self.recipe.parallel.overlap_tokens if self.mesh.can_overlap else 0
-
-    @property
     def max_model_tokens(self) -> int:
         return int(self.recipe.server.max_model_tokens)
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.attention.base import AttentionBackend, Batch, ForwardContext
-from nanovllm.attention.halves import halves_of
 from nanovllm.experts import ExpertLoad
 from nanovllm.kv.below import Below
 from nanovllm.models.decoder import Decoder
@@ -75,14 +74,9 @@ class Runner:
         states: States | None = None,
         draft_model: DraftModel | None = None,
         adapters: AdapterBank | None = None,
-        overlap_tokens: int = 0,
     ) -> None:
-        """`draft_model` is the one that `drafter` runs, whose layers follow those of `model`.
-
-        Eager steps with chunks, of at least `overlap_tokens`, run as two halves. 0: never.
-        """
+        """`draft_model` is the one that `drafter` runs, whose layers follow those of `model`."""
         self.adapters = adapters
-        self.overlap_tokens = overlap_tokens
         self.drafter = drafter
         self.draft_model = draft_model
         self.num_drafts = drafter.num_drafts if drafter is not None else 0
@@ -296,9 +290,9 @@ class Runner:
         `adapted`: also for rows that are not known on the host, as in a capture.
         """
         batch, adapted = self.prep.gather(rows), adapted or rows.adapted
-        ctx = self._bound(batch, lane_tokens)
-        if not size and self._is_halved(rows):
-            ctx = replace(ctx, halves=tuple(map(self._bound, halves_of(batch))))
+        if (parts := self.states.parts_of(batch)) is not None:
+            batch = replace(batch, state_parts=parts)
+        ctx = ForwardContext(batch, self.backend.bind(batch), lane_tokens=lane_tokens)
         if size:
             hidden_SD, *inputs = self.graphs.of(adapted=rows.adapted).mixed.replay(size, ctx)
         else:
@@ -312,19 +306,6 @@ class Runner:
             lane_tokens=lane_tokens,
         )
 
-    def _bound(self, batch: Batch, lane_tokens: int = 0) -> ForwardContext:
-        if (parts := self.states.parts_of(batch)) is not None:
-            batch = replace(batch, state_parts=parts)
-        return ForwardContext(batch, self.backend.bind(batch), lane_tokens=lane_tokens)
-
-    def _is_halved(self, rows: StepRows) -> bool:
-        """Return True if two halves of an eager step alternate, so that sums overlap products.
-
-        A draft model's taps are read from the stream of the whole step.
-        """
-        is_long = 0 < self.overlap_tokens <= rows.num_tokens and not rows.is_decode
-        return is_long and not (self.draft_model and self.draft_model.taps)
-
     def hidden(self, ctx: ForwardContext, *, adapted: bool = False) -> tuple[Tensor, ...]:
         """Return hidden_SD, and given_TX for a draft model that takes values of the target.
 
@@ -332,7 +313,7 @@ class Runner:
         model takes the final hidden states, or the stream after the last layer.
         """
         if adapted and self.adapters is not None:
-            ctx = with_adapters(ctx, self.adapters)
+            ctx = replace(ctx, adapters=self.adapters.rows(ctx.batch))
         ids_T, drafts = ctx.batch.token_ids_T, self.draft_model
         if drafts is None or not drafts.takes_hidden:
             return (self.model(ids_T, ctx),)
@@ -340,12 +321,6 @@ class Runner:
         of_all = of_all or drafts.taps[-1] == len(self.model.layers)
         x = self.model(ids_T, replace(ctx, all_hidden=of_all, taps=taps))
         return ctx.batch.sampled(x) if of_all else x, drafts.given(x, taps.streams)
-
-
-def with_adapters(ctx: ForwardContext, bank: AdapterBank) -> ForwardContext:
-    """Return the context, and those of its halves, with the adapters of their tokens."""
-    halves = tuple(with_adapters(half, bank) for half in ctx.halves)
-    return replace(ctx, adapters=bank.rows(ctx.batch), halves=halves)
 
 
 def share_outputs(forwarded: Forwarded) -> Forwarded:

@@ -28,7 +28,7 @@ from nanovllm.attention.base import ForwardContext
 from nanovllm.config import Config
 from nanovllm.kv.layout import CacheLayout
 from nanovllm.layers.ops import Ops
-from nanovllm.layers.residual import Added, Parted, Residual, Slices, as_tensor
+from nanovllm.layers.residual import Added, Parted, Residual, Slices
 from nanovllm.models.decoder import Decoder, DecoderConfig
 from nanovllm.parallel.mesh import Mesh
 
@@ -159,5 +159,5 @@ class StreamTaps:
             sum_TD = residual.stream_TD + update.parts_ITN.sum(0, dtype=torch.float32)
             self.streams.append(sum_TD.to(residual.stream_TD.dtype))
         else:
-            self.streams.append(residual.stream_TD + as_tensor(update))
+            self.streams.append(residual.stream_TD + update)
         return residual

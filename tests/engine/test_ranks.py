@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,24 +21,20 @@ from nanovllm.config import Config, ConfigError, Parallel, Speculate, load_confi
 from nanovllm.engine import ranks
 from nanovllm.engine.ranks import Follower, RankedExecutor
 from nanovllm.experts import Experts, write_placement
-from nanovllm.models.decoder import Decoder
 from nanovllm.parallel import gloo
 from nanovllm.parallel.gloo import GlooMesh
-from nanovllm.parallel.mesh import Mesh
-from nanovllm.parallel.nccl import NcclMesh, OrderedMesh
+from nanovllm.parallel.nccl import NcclMesh
 from nanovllm.parallel.places import Place, RankLostError, places_of
 from nanovllm.parallel.ring import RING_BYTES, RingWriter, ring
 from nanovllm.plan import Masks, StepPlan
 from nanovllm.runner.build import cpu_threads
 from nanovllm.runner.caches import NoStates
-from nanovllm.runner.runner import Runner
 from nanovllm.wire import FinishReason, Sampling
 from tests.models.corrupted import POISON, VALUES, poisoned
 from tests.models.tiny import CASES, config_of, make_tiny
 from tests.parallel.test_mesh import COUNTS
 from tests.whole_engine import GREEDY, WholeEngine, prompts_of
 
-HALVED = 8  # tokens from which a step on two ranks runs as two halves
 SMALL = dict(pages=24, slots=4, step_tokens=24, max_tokens=90)  # chunked prompts and preemptions
 NUM_REQUESTS = 10
 EVERYTHING = Sampling(
@@ -66,12 +61,7 @@ def cut(config: Config, tp: int, ep: int = 1) -> Config:
 
 @contextmanager
 def ranked(config: Config, tp: int, folder: Path, **sizes: Any) -> Iterator[WholeEngine]:
-    """Yield rank 0's engine. The other ranks follow it until the block ends.
-
-    Two ranks run steps with chunks as two halves, more ranks run them whole.
-    """
-    parallel = replace(config.recipe.parallel, overlap_tokens=HALVED if tp == 2 else 0)
-    config = replace(config, recipe=replace(config.recipe, parallel=parallel))
+    """Yield rank 0's engine. The other ranks follow it until the block ends."""
     divided = cut(config, tp, config.recipe.parallel.ep)
     cache = replace(divided.recipe.cache, disk=sizes.get("disk"))
     divided = replace(divided, recipe=replace(divided.recipe, cache=cache))
@@ -214,32 +204,11 @@ def test_copies_of_experts_write_the_text_of_one_rank(
     assert all(value < 1.2 for key, value in found.imbalance.items() if key.endswith("/ranks"))
 
 
-def test_long_steps_with_chunks_are_halved_unless_a_draft_model_taps_them() -> None:
-    """Taps are read from the stream of the whole step. MTP takes hidden states only."""
-
-    def is_halved(num_tokens: int, taps: tuple[int, ...] | None, *, is_decode: bool) -> bool:
-        drafts = None if taps is None else SimpleNamespace(taps=taps)
-        runner: Any = SimpleNamespace(overlap_tokens=8, draft_model=drafts)
-        rows: Any = SimpleNamespace(num_tokens=num_tokens, is_decode=is_decode)
-        return Runner._is_halved(runner, rows)
-
-    assert is_halved(8, None, is_decode=False) and is_halved(8, (), is_decode=False)
-    assert not is_halved(7, None, is_decode=False) and not is_halved(8, None, is_decode=True)
-    assert not is_halved(8, (1, 2), is_decode=False)
-    kinds: list[Any] = [Mesh(), GlooMesh(0, 2), NcclMesh(0, 2), OrderedMesh(0, 2)]
-    kinds += [NcclMesh(0, 1, ep_size=2), GlooMesh(0, 1, ep_size=2)]
-    assert [mesh.can_overlap for mesh in kinds] == [False, True, True, False, False, False]
-
-
 def same_text(config: Config, drafts: Speculate | None, tp: int, ep: int, folder: Path) -> None:
     alone = WholeEngine(config, speculate=drafts, **SMALL)
-    plain = Decoder._in_halves
-    with patch.object(Decoder, "_in_halves", autospec=True, side_effect=plain) as halved:
-        expected = text_of(alone)
-        assert not halved.called
-        with ranked(cut(config, 1, ep), tp, folder, speculate=drafts, **SMALL) as engine:
-            assert text_of(engine) == expected
-            assert halved.call_count % tp == 0 and (halved.call_count > 20) == (tp == 2)
+    expected = text_of(alone)
+    with ranked(cut(config, 1, ep), tp, folder, speculate=drafts, **SMALL) as engine:
+        assert text_of(engine) == expected
     assert num_weights(engine) < 0.7 * num_weights(alone)
     steps = engine.loop.executor.steps_by_mode, alone.runner.steps_by_mode
     # With more than 2 ranks heads are replicated, but states are not. Other numbers of both fit.

@@ -5,8 +5,6 @@ tests/gpu/test_ranks.py checks the results.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,10 +12,6 @@ import torch
 from nanovllm_kernels.exchange import all_reduce as own, tokens
 from nanovllm_kernels.exchange.all_reduce import Peers
 
-from nanovllm.config import Kernels
-from nanovllm.layers.kernels import select_ops
-from nanovllm.layers.linear import with_pending_sum
-from nanovllm.layers.residual import Added
 from nanovllm.parallel import nccl
 from nanovllm.parallel.nccl import Links, NcclMesh
 
@@ -62,40 +56,6 @@ def test_sums_beyond_the_crossover_are_nccls(mesh: NcclMesh) -> None:
     assert asked == [("SUM", 1280)]
     assert mesh.peers_for(torch.ones(4, 64)) is mesh.connected[0].peers
     assert mesh.peers_for(torch.ones(5, 64)) is None
-
-
-def test_sums_that_overlap_other_work_are_waited_for_by_the_next_norm(
-    mesh: NcclMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They have a process group of their own, and products leave it some multiprocessors."""
-    noted: list[object] = []
-
-    class Side:
-        def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Side:
-            noted.append(("started", options.asyncOp))
-            self.x = tensors[0]
-            return self
-
-        def wait(self) -> None:
-            noted.append("waited")
-            self.x *= 3
-
-    @contextmanager
-    def reserving(count: int) -> Iterator[None]:
-        noted.append(count)
-        yield
-
-    monkeypatch.setattr(nccl, "reserving", reserving)
-    mesh.connected[0] = mesh.connected[0]._replace(side=Side())
-    with pytest.raises(KeyError), mesh.overlap():
-        # A short sum inside of an operation stays on the current stream.
-        assert mesh.all_reduce(torch.ones(4, 64)).unique().tolist() == [2.25]
-        residual = with_pending_sum(torch.ones(4, 64), Added(torch.ones(4, 64)), mesh)
-        _, stream = select_ops(Kernels(), torch.device("cpu")).norm(residual, torch.ones(64), 0.0)
-        assert stream.stream_TD.unique().tolist() == [4.0]
-        raise KeyError
-    assert noted == [nccl.SIDE_PROCESSORS, ("started", True), "waited"]
-    assert mesh.start_sum(torch.ones(5, 64)).unique().tolist() == [2.0]  # type: ignore[union-attr]
 
 
 def test_what_no_buffer_holds_is_gathered_by_nccl(mesh: NcclMesh) -> None:

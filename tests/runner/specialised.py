@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from importlib import import_module
@@ -254,7 +254,6 @@ def imagine_a_gpu(notes: Notes, major: int = 9) -> None:
         can_overlap=lambda where: major >= 9,
         processors=lambda where: PROCESSORS,
         INTERPRETED_PROCESSORS=PROCESSORS,
-        reserving=lambda count: nullcontext(),
     )
     for name, module in [*sys.modules.items()]:
         if name.startswith(("nanovllm.", "nanovllm_kernels.")):
@@ -282,16 +281,6 @@ def imagine_a_gpu(notes: Notes, major: int = 9) -> None:
     torch.cuda.synchronize = lambda *_: None
 
 
-class Side:
-    """Substitute for the process group of sums that overlap other work, and for such a sum."""
-
-    def allreduce(self, tensors: list[Tensor], options: Any) -> Side:
-        return self
-
-    def wait(self) -> None:
-        pass
-
-
 class First(NcclMesh):
     """Rank 0 of ranks that do not exist."""
 
@@ -304,9 +293,9 @@ def first_of(tp: int, *, has_peers: bool = True) -> Mesh:
     if tp == 1:
         return Mesh()
     if not has_peers:
-        return First(0, tp, connected=[Links(Recorded(), None, -1, side=Side())])
+        return First(0, tp, connected=[Links(Recorded(), None, -1)])
     at = torch.zeros(tp, dtype=torch.int64), torch.zeros(PROGRAMS, dtype=torch.int32)
-    links = Links(Recorded(), Peers(0, tp, CAPACITY, *at), CAPACITY, side=Side())
+    links = Links(Recorded(), Peers(0, tp, CAPACITY, *at), CAPACITY)
     return First(0, tp, connected=[links])
 
 
