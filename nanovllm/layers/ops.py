@@ -100,13 +100,10 @@ class Ops:
 
 def norm_quantised(
     residual: Residual, norm: Norm, norm_quantise: Callable[..., Quantised]
-) -> tuple[Tensor | Quantised, Added]:
-    """Return the normalised stream, quantised unless ranks sum it, and the stream.
-
-    May overwrite its input.
-    """
+) -> tuple[Quantised, Added]:
+    """Return the normalised stream, quantised, and the stream. May overwrite its input."""
     if isinstance(residual, Parted):
-        return residual.normed(*norm)
+        residual = residual.added()
     if isinstance(residual, Added):
         return norm_quantise(residual.stream_TD, None, *norm), residual
     x = as_tensor(residual.update)

@@ -1,14 +1,15 @@
 """Mesh of processes on one machine, each with its own GPU.
 
-Sums and gathers of decode steps use our kernels over peer memory. Larger messages use NCCL, above a
-size that is measured at start, because it depends on the machine's links.
+Sums and gathers of decode steps use our kernels over peer memory. Longer sums use another kernel of
+ours, and everything else NCCL, above a size that is measured at start, because it depends on the
+machine's links. NCCL also computes long sums where GPUs lack atomic operations on peer memory.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ class Links(NamedTuple):
 
     nccl: Any  # a ProcessGroupNCCL, whose methods torch's stubs lack
     peers: Peers | None  # None: NCCL alone
-    own_bytes: int  # size of the largest message for which our kernels are faster; -1: none
+    own_bytes: int  # longest message for our kernels of short messages; -1: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +55,23 @@ class NcclMesh(Mesh):
         if not self.has_peers:
             self.connected.append(Links(nccl, None, own_bytes=-1))
             return
-        peers = connect_peers(peers_store, self.rank, self.size, device)
+        peers = connect_peers(peers_store, self.rank, self.size, device, sums_long=self.tp_size > 1)
         self.connected.append(Links(nccl, peers, own_bytes=peers.capacity))
-        ours: Callable[[Tensor], object] = partial(own.all_reduce, peers=peers)
+        short = replace(peers, landings=None)
+        ours: Callable[[Tensor], object] = partial(own.all_reduce, peers=short)
         theirs: Callable[[Tensor], object] = self._nccl
+        if peers.landings is not None:
+            theirs = partial(own.all_reduce, peers=peers)
         if self.lanes > 1:
             ours, theirs = (partial(self._exchanged, most) for most in (peers.capacity, 0))
         own_bytes = crossover(peers, ours, theirs, self.least)
+        above = "NCCL" if peers.landings is None else "the kernel of long sums"
         log.info(
-            "exchanges between ranks use nanovllm's kernels up to %d KiB, NCCL above",
+            "exchanges between ranks use kernels of short messages up to %d KiB, %s above",
             own_bytes >> 10,
+            above,
         )
-        self.connected[0] = Links(nccl, peers, own_bytes)
+        self.connected[0] = Links(nccl, replace(peers, short_bytes=own_bytes), own_bytes)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.tp_size == 1:
@@ -74,8 +80,10 @@ class NcclMesh(Mesh):
         return self._nccl(x) if peers is None else own.all_reduce(x, peers)
 
     def peers_for(self, x: Tensor) -> Peers | None:
-        links = self.connected[0]
-        return links.peers if x.nbytes <= links.own_bytes else None
+        _, peers, own_bytes = self.connected[0]
+        if x.nbytes <= own_bytes or (peers is not None and peers.landings is not None):
+            return peers
+        return None
 
     def gather(self, x: Tensor) -> Tensor:
         peers = self.connected[0].peers

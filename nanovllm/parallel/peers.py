@@ -7,13 +7,17 @@ service.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import torch
+from nanovllm_kernels.exchange import long_sums
 from nanovllm_kernels.exchange.all_reduce import PROGRAMS, Peers, buffer_bytes
+from nanovllm_kernels.exchange.long_sums import ALIGNED, Landings, landing_bytes
 from nanovllm_kernels.timing import graph_us
 from torch import Tensor
 from torch._C import _distributed_c10d  # torch.distributed does not export all of it
@@ -22,6 +26,8 @@ from nanovllm.config import ConfigError
 
 c10d: Any = _distributed_c10d  # torch's stubs lack most of it
 CAPACITY = 8 << 20  # 512 rows of 8192 elements
+LANDED = 64 << 20  # bytes of a long message that one launch sums
+NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 GROUP = "nanovllm.peers"
 SHORTEST = 64 << 10  # bytes up to which our kernels are always used
 CALLS = 4  # per graph
@@ -33,11 +39,14 @@ def connect_peers(
     size: int,
     device: torch.device,
     capacity: int = CAPACITY,
+    *,
+    sums_long: bool = True,
 ) -> Peers:
     """Allocate and exchange the buffers; block until all ranks have called.
 
     The ranks' device indices are consecutive, in the order of ranks. `store` connects the ranks and
     its keys have no other use. Raise ConfigError if this GPU cannot access another's memory.
+    With `sums_long`, also for long sums, if the GPUs have atomic operations on each other's memory.
     """
     first = device.index - rank
     unreached = [
@@ -53,21 +62,43 @@ def connect_peers(
     os.putenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     group = c10d.ProcessGroup(store, rank, size)
     c10d._register_process_group(GROUP, group)
-    length = buffer_bytes(size, capacity)
+    short = buffer_bytes(size, capacity)
+    share_bytes = LANDED // size // ALIGNED * ALIGNED
+    # All ranks ask for all pairs, so that they choose alike.
+    pairs = permutations(range(first, first + size), 2)
+    sums_long = sums_long and all(has_atomics(*pair) for pair in pairs)
+    length = short + (landing_bytes(size, share_bytes) if sums_long else 0)
     buffer = c10d._SymmetricMemory.empty_strided_p2p((length,), (1,), torch.uint8, device)
-    buffer.fill_(0xFF)
+    buffer[:short].fill_(0xFF)
+    buffer[short:].zero_()
     torch.cuda.synchronize(device)
     # The rendezvous returns after all ranks have called it, so after all buffers are filled.
     handle = c10d._SymmetricMemory.rendezvous(buffer, GROUP)
     c10d._unregister_process_group(GROUP)
+    addresses_I = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+    calls_X, calls_P = (
+        torch.zeros(count, dtype=torch.int32, device=device)
+        for count in (PROGRAMS, long_sums.PROGRAMS)
+    )
     return Peers(
         rank=rank,
         size=size,
         capacity=capacity,
-        addresses_I=torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
-        calls_X=torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
+        addresses_I=addresses_I,
+        calls_X=calls_X,
         keepalive=(buffer, handle),
+        landings=Landings(rank, size, share_bytes, addresses_I + short, calls_P)
+        if sums_long
+        else None,
     )
+
+
+def has_atomics(device: int, other: int) -> bool:
+    """Return True if a GPU has atomic operations on the memory of another one, as by NVLink."""
+    found, devices = ctypes.c_int(0), (ctypes.c_int(index) for index in (device, other))
+    driver = ctypes.CDLL("libcuda.so.1")  # loaded by torch
+    failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(found), NATIVE_ATOMICS, *devices)
+    return not failed and bool(found.value)
 
 
 def crossover(

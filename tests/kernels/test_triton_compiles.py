@@ -162,12 +162,23 @@ compiled(gather_kernel, peers | words, WIDTH=1024, K=8, FILL=NO_EXPERT, BLOCK=51
 for bits, like in (("*i16", "*bf16"), ("*i32", "*fp32")):
     types = peers | dict(bits_ITD=bits, stream_TD=like)
     compiled(add_own_sums_kernel, types, 8, BLOCK=2048, **common)
+from nanovllm_kernels.exchange.long_sums import STEPS, long_sum_kernel
+types = dict.fromkeys(("x_TD", "residual_TD", "norm_weight_D", "y_TD"), "*bf16") | {
+    "addresses_I": "*i64", "calls_P": "*i32", "eps": "fp32"}
+aligned = {*types, "share_bytes"} - {"eps"}
+for more in ({}, dict(norm_weight_D=None), dict(norm_weight_D=None, residual_TD=None)):
+    ptx = compiled(long_sum_kernel, types, 16, aligned, SIZE=2, WIDTH=5120, BLOCK=8192, STEPS=STEPS,
+                   **more)
+    assert ptx.count("sys.release") == ptx.count("sys.acquire") == STEPS
+    assert "ld.global.cg.v4.b32" in ptx
+    assert "st.global.b16" not in ptx, "rows are stored in words of 16 bytes"
 """
 
 
 def test_exchanges_compile_for_hopper() -> None:
     names = [line.split()[1] for line in printed(COMPILE + EXCHANGES) if line.endswith("True")]
-    assert names == ["gather_kernel", "add_own_sums_kernel", "add_own_sums_kernel"]
+    longs = ["long_sum_kernel"] * 3
+    assert names == ["gather_kernel", "add_own_sums_kernel", "add_own_sums_kernel", *longs]
 
 
 AHEAD = {  # cases of kernels that pipeline loads: copies in flight during a wait, at most

@@ -5,12 +5,14 @@ tests/gpu/test_ranks.py checks the results.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from nanovllm_kernels.exchange import all_reduce as own, tokens
 from nanovllm_kernels.exchange.all_reduce import Peers
+from nanovllm_kernels.exchange.long_sums import Landings
 
 from nanovllm.parallel import nccl
 from nanovllm.parallel.nccl import Links, NcclMesh
@@ -56,6 +58,17 @@ def test_sums_beyond_the_crossover_are_nccls(mesh: NcclMesh) -> None:
     assert asked == [("SUM", 1280)]
     assert mesh.peers_for(torch.ones(4, 64)) is mesh.connected[0].peers
     assert mesh.peers_for(torch.ones(5, 64)) is None
+
+
+def test_sums_beyond_the_crossover_are_our_own_if_there_is_memory_to_land_in(
+    mesh: NcclMesh,
+) -> None:
+    landings = Landings(0, 2, 4096, torch.zeros(2), torch.zeros(1))
+    peers = replace(mesh.connected[0].peers, landings=landings)  # type: ignore[type-var]
+    mesh.connected[0] = mesh.connected[0]._replace(peers=peers)
+    assert mesh.all_reduce(torch.ones(5, 64)).unique().tolist() == [2.25]
+    assert mesh.peers_for(torch.ones(5, 64)) is peers
+    assert mesh.connected[0].nccl.asked == []
 
 
 def test_what_no_buffer_holds_is_gathered_by_nccl(mesh: NcclMesh) -> None:

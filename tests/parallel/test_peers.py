@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from nanovllm_kernels.exchange.all_reduce import Peers
+from nanovllm_kernels.exchange.long_sums import landing_bytes
 
 from nanovllm.config import ConfigError
 from nanovllm.parallel import peers as module
-from nanovllm.parallel.peers import connect_peers, crossover
+from nanovllm.parallel.peers import connect_peers, crossover, has_atomics
 
 DEVICE = torch.device("cpu", 5)  # of rank 1; the ranks have devices 4 to 6
 
@@ -33,8 +34,11 @@ def test_a_gpu_out_of_reach_is_said(monkeypatch) -> None:
     assert asked == [(5, 4), (5, 6)]
 
 
-def test_buffers_are_empty_before_any_rank_has_their_addresses(monkeypatch) -> None:
+@pytest.mark.parametrize("sums_long", [True, False], ids=["long sums", "short sums"])
+def test_buffers_are_empty_before_any_rank_has_their_addresses(monkeypatch, sums_long) -> None:
     done = []
+    short = 2 * 4 * 64
+    landed = landing_bytes(3, 256) if sums_long else 0
 
     class SymmetricMemory:
         @staticmethod
@@ -43,7 +47,8 @@ def test_buffers_are_empty_before_any_rank_has_their_addresses(monkeypatch) -> N
 
         @staticmethod
         def rendezvous(buffer, group):
-            assert (buffer == 0xFF).all() and len(buffer) == 2 * 4 * 64
+            assert (buffer[:short] == 0xFF).all() and (buffer[short:] == 0).all()
+            assert len(buffer) == short + landed
             done.append(f"met as {group}")
             return SimpleNamespace(buffer_ptrs=[7 << 40, buffer.data_ptr(), 9 << 40])
 
@@ -54,10 +59,13 @@ def test_buffers_are_empty_before_any_rank_has_their_addresses(monkeypatch) -> N
         _SymmetricMemory=SymmetricMemory,
     )
     monkeypatch.setattr(module, "c10d", stand_in)
+    monkeypatch.setattr(module, "LANDED", 1000)
+    monkeypatch.setattr(module, "has_atomics", lambda *pair: bool(pairs.append(pair)) or True)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("filled"))
     monkeypatch.setattr(os, "putenv", lambda *variable: done.append(variable))
-    peers = connect_peers("store", 1, 3, DEVICE, 64)
+    pairs: list[tuple[int, int]] = []
+    peers = connect_peers("store", 1, 3, DEVICE, 64, sums_long=sums_long)
     assert done == [
         ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
         "registered ('store', 1, 3)",
@@ -68,6 +76,27 @@ def test_buffers_are_empty_before_any_rank_has_their_addresses(monkeypatch) -> N
     assert (peers.rank, peers.size, peers.capacity) == (1, 3, 64)
     assert peers.addresses_I.tolist()[::2] == [7 << 40, 9 << 40]
     assert peers.calls_X.tolist() == [0] * 64
+    assert (peers.landings is not None) == sums_long
+    if peers.landings is not None:
+        assert pairs == [(4, 5), (4, 6), (5, 4), (5, 6), (6, 4), (6, 5)]
+        assert (peers.landings.rank, peers.landings.share_bytes) == (1, 256)
+        assert peers.landings.addresses_I.tolist()[::2] == [(7 << 40) + short, (9 << 40) + short]
+
+
+@pytest.mark.parametrize(
+    ("failed", "value", "expected"), [(0, 1, True), (0, 0, False), (1, 1, False)]
+)
+def test_long_sums_need_atomic_operations_on_all_gpus(monkeypatch, failed, value, expected) -> None:
+    asked = []
+
+    def attribute(found, kind: int, device, other) -> int:
+        found._obj.value = value
+        asked.append((kind, device.value, other.value))
+        return failed
+
+    driver = SimpleNamespace(cuDeviceGetP2PAttribute=attribute)
+    monkeypatch.setattr(module.ctypes, "CDLL", lambda name: driver)
+    assert has_atomics(4, 6) is expected and asked == [(3, 4, 6)]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 import triton
 from nanovllm_kernels import compile_cache
 from nanovllm_kernels.exchange.all_reduce import PROGRAMS, Peers
+from nanovllm_kernels.exchange.long_sums import Landings
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction
@@ -295,7 +296,9 @@ def first_of(tp: int, *, has_peers: bool = True) -> Mesh:
     if not has_peers:
         return First(0, tp, connected=[Links(Recorded(), None, -1)])
     at = torch.zeros(tp, dtype=torch.int64), torch.zeros(PROGRAMS, dtype=torch.int32)
-    links = Links(Recorded(), Peers(0, tp, CAPACITY, *at), CAPACITY)
+    landings = Landings(0, tp, CAPACITY, *at)
+    peers = Peers(0, tp, CAPACITY, *at, landings=landings, short_bytes=CAPACITY)
+    links = Links(Recorded(), peers, CAPACITY)
     return First(0, tp, connected=[links])
 
 

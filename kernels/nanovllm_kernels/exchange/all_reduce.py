@@ -1,5 +1,7 @@
 """All-reduce and all-gather of decode-sized messages, by stores into the memory of peer GPUs.
 
+Longer sums are those of long_sums.py, which has other memory.
+
 The references are the *_reference functions below. Every rank stores its message into its own
 region of every rank's buffer. Readers poll their own memory only, until all messages have arrived.
 Sums are float32, in the order of ranks, and rounded once. So all ranks get the same bits, for any
@@ -27,6 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm_kernels.device import launches_early
+from nanovllm_kernels.exchange.long_sums import Landings, long_sum
+from nanovllm_kernels.exchange.regions import region, store_sum
 from nanovllm_kernels.norms import reference
 from nanovllm_kernels.triton_parts import launch_dependents, wait
 
@@ -51,6 +55,8 @@ class Peers:
     calls_X: Tensor  # int32: number of calls so far, repeated PROGRAMS times
     keepalive: object = None  # object that must live as long as the buffers
     hop_bytes: int = HOP_BYTES
+    landings: Landings | None = None  # memory for longer sums
+    short_bytes: int = -1  # longest sum that does not use them
 
     @property
     def place(self) -> tuple[Tensor, Tensor, int, int]:
@@ -122,6 +128,9 @@ def _launch(
     eps: float,
     peers: Peers,
 ) -> None:
+    if peers.landings is not None and x_TD.nbytes > peers.short_bytes:
+        long_sum(x_TD, residual_TD, norm_weight_D, y_TD, eps, peers.landings)
+        return
     num_rows, row_width = x_TD.shape
     assert x_TD.is_contiguous() and peers.fits(x_TD), (x_TD.shape, peers.capacity)
     assert residual_TD is None or residual_TD.is_contiguous()
@@ -150,16 +159,6 @@ def _launch(
         launch_pdl=waits,
         num_warps=min(max(block // 256, 1), 16),  # 8 elements per thread: 16 bytes of bf16
     )
-
-
-@triton.jit
-def region(address, index, capacity, like):
-    """Return the address of a region in the buffer at `address`.
-
-    Each slot has one region for the messages of each rank, and one more for sums of owners.
-    """
-    at = address + index.to(tl.int64) * capacity
-    return tl.multiple_of(at.to(tl.pointer_type(like.dtype.element_ty)), 16)
 
 
 @triton.jit
@@ -248,7 +247,9 @@ def all_reduce_kernel(
     num_chunks = tl.cdiv(num_elements, WIDTH)
     stride = capacity // (bits_TD.dtype.element_ty.primitive_bitwidth // 8)
     own = tl.load(addresses_I + rank)
-    if norm_weight_D is not None:
+    norm_weight = 0.0
+    HAS_NORM: tl.constexpr = norm_weight_D is not None
+    if HAS_NORM:
         norm_weight = tl.load(norm_weight_D + d, d < WIDTH, 0.0)
     wait(WAITS)
     call = tl.load(calls_X + pid)
@@ -286,15 +287,7 @@ def all_reduce_kernel(
             whole = sum_of(sums + at, 0, inside, 1, y_TD, None, at)
         else:
             whole = sum_of(pieces + at, stride, inside, SIZE, y_TD, residual_TD, at)
-        if residual_TD is not None:
-            tl.store(residual_TD + at, whole, inside)
-        if norm_weight_D is not None:
-            wide = whole.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-            rounded = (wide * scale).to(whole.dtype).to(tl.float32)
-            whole = (rounded * norm_weight.to(tl.float32)).to(whole.dtype)
-        if norm_weight_D is not None or residual_TD is None:
-            tl.store(y_TD + at, whole, inside)
+        store_sum(whole, residual_TD, norm_weight, y_TD, at, inside, eps, HAS_NORM, WIDTH)
 
 
 @triton.jit(do_not_specialize=["rank"])

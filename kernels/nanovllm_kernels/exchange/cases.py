@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from nanovllm_kernels.timing import graph_us
 LINK = 450e9  # bytes per second of H100 and H200: 18 NVLink 4 links of 25e9 each way
 CAPACITY = 32 << 20
 ROWS = (1, 8, 64, 256, 512, 2048)
+LONG_ROWS = (512, 2048, 8448)
 WIDTHS = (4096, 5120, 8192)
 CALLS = 20  # calls in a CUDA graph
 PATIENCE_S = 120.0
@@ -67,7 +70,7 @@ def kernels(peers: Peers, nccl: Any) -> Iterator[tuple[Kernel, Callable[..., obj
     def gathered_by_nccl(parts_ISW: Tensor) -> None:
         nccl._allgather_base(torch.empty_like(parts_ISW), parts_ISW[rank]).wait()
 
-    def cases(with_norm: int) -> tuple[Case, ...]:
+    def cases(with_norm: int, rows: tuple[int, ...]) -> tuple[Case, ...]:
         odd = [Case(f"T={T} D={D}", partial(inputs, size, T, D, with_norm), small=True)
                for T, D in ((3, 1000), (67, 72), (130, 2880))]  # fmt: skip
         timed = [
@@ -76,21 +79,24 @@ def kernels(peers: Peers, nccl: Any) -> Iterator[tuple[Kernel, Callable[..., obj
                 partial(inputs, size, T, D, with_norm),
                 num_bytes=4 * T * D * (size - 1) // size,
             )
-            for T in ROWS
+            for T in rows
             for D in WIDTHS
         ]
         return (*odd, *timed)
 
-    for name, run, expected, more, epilogue in (
+    kinds = [("", replace(peers, landings=None), ROWS)]
+    if peers.landings is not None:
+        kinds.append(("long_", peers, LONG_ROWS))
+    for (prefix, memory, rows), (name, run, expected, more, epilogue) in product(kinds, (
         ("all_reduce", ops.all_reduce, ops.all_reduce_reference, 0, lambda x: x),
         ("all_reduce_add", ops.all_reduce_add, ops.all_reduce_add_reference, 1, Tensor.add_),
         ("all_reduce_add_norm", ops.all_reduce_add_norm, ops.all_reduce_add_norm_reference, 3,
          add_rms_norm),
-    ):  # fmt: skip
-        on_rank = partial(lambda run, parts, *rest: run(parts[rank], *rest, peers), run)
+    )):  # fmt: skip
+        on_rank = partial(summed_on, rank, run, memory)
         # Sums have one order, so they are equal. The norm rounds twice, as in rms_norm.
         ulps = 2.0 if more == 3 else 0.0
-        kernel = Kernel(name, on_rank, expected, cases(more), ulps_16=ulps)
+        kernel = Kernel(prefix + name, on_rank, expected, cases(more, rows), ulps_16=ulps)
         yield kernel, partial(by_nccl, epilogue)
     gathers = tuple(
         Case(f"S={S}", partial(words, size, S), small=S == 1, num_bytes=8 * S * (size - 1))
@@ -110,6 +116,13 @@ def kernels(peers: Peers, nccl: Any) -> Iterator[tuple[Kernel, Callable[..., obj
     )
     run, expected = partial(exchanged, peers), partial(exchanged_reference, rank)
     yield Kernel("exchange", run, expected, both), lambda x_ITD, *_: gathered_by_nccl(x_ITD)
+
+
+def summed_on(
+    rank: int, run: Callable[..., object], memory: Peers, parts_ITD: Tensor, *rest: object
+) -> object:
+    """Run a sum over ranks, as `rank`."""
+    return run(parts_ITD[rank], *rest, memory)
 
 
 def exchanged(peers: Peers, x_ITD: Tensor, *more: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Sums and exchanges over ranks (all_reduce.py, tokens.py) in Triton's interpreter.
+"""Sums and exchanges over ranks (all_reduce.py, long_sums.py, tokens.py) in Triton's interpreter.
 
 There is one process per rank, and all share memory.
 """
@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from nanovllm_kernels.case import check, normal
 from nanovllm_kernels.exchange import all_reduce as ops, tokens
 from nanovllm_kernels.exchange.all_reduce import Peers
 from nanovllm_kernels.exchange.cases import kernels
+from nanovllm_kernels.exchange.long_sums import Landings, landing_bytes
 from torch import Tensor, multiprocessing
 
 from tests.interpreted import in_interpreter, in_parent, passes
@@ -28,7 +29,8 @@ from tests.interpreted import in_interpreter, in_parent, passes
 CPU = torch.device("cpu")
 CAPACITY = 1 << 18
 PROGRAMS = 4  # few, so that some have several chunks
-ONE_HOP, TWO_HOPS = 1 << 40, -1
+ONE_HOP, TWO_HOPS, LONG = 1 << 40, -1, None
+SHARE_BYTES = 1 << 14  # some messages take several launches
 PATIENCE_S = 120
 EPS = 1e-6
 # Tolerances are for the interpreter, which truncates to bfloat16, three times if there is a norm.
@@ -43,7 +45,7 @@ class Call(NamedTuple):
     D: int
     dtype: torch.dtype = torch.float32
     seed: int = 0
-    hop_bytes: int = ONE_HOP
+    hop_bytes: int | None = ONE_HOP
     slow_rank: int = -1  # sleeps at every barrier, which is between its stores and its reads
 
     def inputs(self, size: int) -> tuple[Tensor, ...]:
@@ -82,7 +84,12 @@ class Call(NamedTuple):
 
     @property
     def num_calls(self) -> int:
-        return 1 + (self.operation == "own sums")
+        return 0 if self.hop_bytes is LONG else 1 + (self.operation == "own sums")
+
+    def num_long_calls(self, size: int) -> int:
+        """Return the number of launches of a long sum."""
+        at_once = size * (SHARE_BYTES // (self.D * self.dtype.itemsize))
+        return -(-self.T // at_once) if self.hop_bytes is LONG else 0
 
     def brought(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tokens of all ranks, with three weights and experts each."""
@@ -134,29 +141,43 @@ def store_once(_: object, ptrs: Any, value: Any, mask: Any, cache_policy: object
         memory[((places - first) // size).astype(int)] = value.data[mask.data]
 
 
-def rank_main(rank: int, buffers: list[Tensor], pipe: Connection) -> None:
+def rank_main(rank: int, buffers: list[Tensor], landed: list[Tensor], pipe: Connection) -> None:
     from triton.runtime.interpreter import InterpreterBuilder
 
     for buffer in buffers:  # touch each page, since the OS handles a first store to it
         buffer[::1024] = 0xFF
+    for memory in landed:
+        memory[::1024] = 0
     pipe.send("ready")
     ops.PROGRAMS = PROGRAMS
     InterpreterBuilder.create_masked_store = store_once
-    load = InterpreterBuilder.create_masked_load
+    load, add = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_atomic_rmw
 
     def patient_load(self, ptrs, mask, other, cache, volatile):
         time.sleep(1e-4 if volatile else 0)  # let other processes use this core
         return load(self, ptrs, mask, other, cache, volatile)
 
+    def patient_add(self, *args):
+        time.sleep(1e-4)
+        return add(self, *args)
+
     InterpreterBuilder.create_masked_load = patient_load
-    addresses_I = torch.tensor([buffer.data_ptr() for buffer in buffers])
-    calls_X = torch.zeros(PROGRAMS, dtype=torch.int32)
+    InterpreterBuilder.create_atomic_rmw = patient_add
+    addresses_I, landed_I = (
+        torch.tensor([memory.data_ptr() for memory in all_ranks]) for all_ranks in (buffers, landed)
+    )
+    calls_X, calls_P = (torch.zeros(PROGRAMS, dtype=torch.int32) for _ in range(2))
+    landings = Landings(rank, len(buffers), SHARE_BYTES, landed_I, calls_P)
     while (call := pipe.recv()) is not None:
         nap_s = 0.05 if rank == call.slow_rank else 0.0
         InterpreterBuilder.create_barrier = lambda _, nap_s=nap_s: time.sleep(nap_s)
-        peers = Peers(rank, len(buffers), CAPACITY, addresses_I, calls_X, hop_bytes=call.hop_bytes)
+        peers = Peers(rank, len(buffers), CAPACITY, addresses_I, calls_X)
+        if call.hop_bytes is LONG:
+            peers = replace(peers, landings=landings)
+        else:
+            peers = replace(peers, hop_bytes=call.hop_bytes)
         outputs = [output.tolist() for output in call.run(peers)]
-        pipe.send((outputs, set(calls_X.tolist())))
+        pipe.send((outputs, (set(calls_X.tolist()), set(calls_P.tolist()))))
 
 
 @dataclass
@@ -164,6 +185,7 @@ class Ranks:
     buffers: list[Tensor]
     pipes: list[Connection]
     calls: int = 0
+    long_calls: int = 0
 
     def check(self, *calls: Call) -> None:
         """Run all calls on every rank, with no synchronisation between calls, and check them."""
@@ -172,10 +194,11 @@ class Ranks:
                 pipe.send(call)
         for call in calls:
             self.calls += call.num_calls
+            self.long_calls += call.num_long_calls(len(self.pipes))
             found = [self.answer(pipe) for pipe in self.pipes]
             expected = call.expected(len(self.pipes))
             for rank, (outputs, counters) in enumerate(found):
-                assert counters == {self.calls}
+                assert counters == ({self.calls}, {self.long_calls})
                 assert str(outputs) == str(found[0][0]), (rank, call)
                 for output, wanted in zip(outputs, expected, strict=True):
                     off = call.off(wanted.dtype)
@@ -189,7 +212,7 @@ class Ranks:
                     )
         assert all((buffer == 0xFF).all() for buffer in self.buffers)  # all is read and emptied
 
-    def answer(self, pipe: Connection) -> tuple[list, set[int]]:
+    def answer(self, pipe: Connection) -> tuple[list, tuple[set[int], set[int]]]:
         assert pipe.poll(PATIENCE_S), "a rank waits for ever"
         return pipe.recv()
 
@@ -200,9 +223,11 @@ def ranks_of(size: int) -> Iterator[Ranks]:
     context = multiprocessing.get_context("fork")
     length = ops.buffer_bytes(size, CAPACITY)
     buffers = [torch.full((length,), 0xFF, dtype=torch.uint8).share_memory_() for _ in range(size)]
+    length = landing_bytes(size, SHARE_BYTES, PROGRAMS)
+    landed = [torch.zeros(length, dtype=torch.uint8).share_memory_() for _ in range(size)]
     pairs = [context.Pipe() for _ in range(size)]
     processes = [
-        context.Process(target=rank_main, args=(rank, buffers, pair[1]), daemon=True)
+        context.Process(target=rank_main, args=(rank, buffers, landed, pair[1]), daemon=True)
         for rank, pair in enumerate(pairs)
     ]
     for process, pair in zip(processes, pairs, strict=True):
@@ -221,7 +246,9 @@ def ranks(request) -> Iterator[Ranks]:
 
 
 OPERATIONS = ("sum", "add", "norm")
-EITHER = pytest.mark.parametrize("hop_bytes", [ONE_HOP, TWO_HOPS], ids=["one hop", "two hops"])
+EITHER = pytest.mark.parametrize(
+    "hop_bytes", [ONE_HOP, TWO_HOPS, LONG], ids=["one hop", "two hops", "long"]
+)
 
 
 @in_interpreter
@@ -240,15 +267,16 @@ def test_sums_equal_the_reference_and_each_other(ranks, dtype, hop_bytes) -> Non
 
 @in_interpreter
 def test_hops_do_not_change_bits(ranks) -> None:
-    """One hop and two hops give the same bits on all ranks."""
+    """One hop, two hops and a long sum give the same bits on all ranks."""
     for operation in OPERATIONS:
-        kinds = [Call(operation, 5, 640, hop_bytes=hops) for hops in (ONE_HOP, TWO_HOPS)]
+        kinds = [Call(operation, 5, 640, hop_bytes=hops) for hops in (ONE_HOP, TWO_HOPS, LONG)]
         for pipe in ranks.pipes:
             for kind in kinds:
                 pipe.send(kind)
         answers = [[ranks.answer(pipe)[0] for _ in kinds] for pipe in ranks.pipes]
-        ranks.calls += len(kinds)
-        assert all(answer == answers[0][0] for pair in answers for answer in pair)
+        ranks.calls += len(kinds) - 1
+        ranks.long_calls += kinds[-1].num_long_calls(len(ranks.pipes))
+        assert all(answer == answers[0][0] for some in answers for answer in some)
 
 
 @in_interpreter
@@ -260,6 +288,7 @@ def test_calls_of_all_sizes_follow_each_other(ranks, hop_bytes) -> None:
         *(Call("norm", T, 32, seed=T, hop_bytes=hop_bytes) for T in rows),
         Call("sum", 9, 1024, torch.bfloat16, hop_bytes=hop_bytes),
         *(Call("gather", T, 1) for T in (1, 2561, 1)),
+        *(Call("norm", T, 1000, seed=T, hop_bytes=hop_bytes) for T in (50, 3, 17)),
     )
 
 
@@ -305,14 +334,18 @@ def test_cases_of_check_kernels(monkeypatch) -> None:
     monkeypatch.setattr(ops, "PROGRAMS", PROGRAMS)
     buffer = torch.full((ops.buffer_bytes(1, CAPACITY * 4),), 0xFF, dtype=torch.uint8)
     address_I, calls_X = torch.tensor([buffer.data_ptr()]), torch.zeros(PROGRAMS, dtype=torch.int32)
-    peers = Peers(0, 1, CAPACITY * 4, address_I, calls_X)
+    landed = torch.zeros(landing_bytes(1, CAPACITY, PROGRAMS), dtype=torch.uint8)
+    landed_I, calls_P = torch.tensor([landed.data_ptr()]), torch.zeros_like(calls_X)
+    landings = Landings(0, 1, CAPACITY, landed_I, calls_P)
+    peers = Peers(0, 1, CAPACITY * 4, address_I, calls_X, landings=landings)
     worst = {
         f"{kernel.name} {case.name}": check(kernel, case, CPU)
         for kernel, _ in kernels(peers, None)
         for case in kernel.cases
-        if case.small and kernel.name in ("all_reduce", "all_gather", "exchange")
+        if case.small and kernel.name in ("all_reduce", "long_all_reduce", "all_gather", "exchange")
     }
-    assert len(worst) == 5 and set(worst.values()) == {0.0}
+    assert len(worst) == 8 and set(worst.values()) == {0.0}
+    assert calls_P.tolist() == [5] * PROGRAMS  # one message takes three launches
 
 
 @in_interpreter
@@ -374,9 +407,9 @@ def test_in_the_interpreter() -> None:
     """
     for _ in range(2):
         try:
-            passes(__file__, 41)
+            passes(__file__, 55)
         except AssertionError as failed:
             sys.stderr.write(f"once more, as ranks met this:\n{failed}\n")
         else:
             return
-    passes(__file__, 41)
+    passes(__file__, 55)
