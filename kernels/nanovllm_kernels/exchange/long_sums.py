@@ -33,11 +33,11 @@ from torch import Tensor
 
 from nanovllm_kernels.exchange.regions import region, store_sum
 
-PROGRAMS = 264  # two for each multiprocessor of a Hopper GPU
+PROGRAMS = 528  # four for each multiprocessor of a Hopper GPU
 MAX_WIDTH = 16384  # elements of a row, which must fit in a program's registers
 ALIGNED = 128  # bytes
 STEPS = 2  # that wait for other ranks
-NUM_WARPS = 16
+NUM_WARPS = 8
 
 
 @dataclass(frozen=True, slots=True)
