@@ -167,7 +167,7 @@ types = dict.fromkeys(("x_TD", "residual_TD", "norm_weight_D", "y_TD"), "*bf16")
     "addresses_I": "*i64", "calls_P": "*i32", "eps": "fp32"}
 aligned = {*types, "share_bytes"} - {"eps"}
 for more in ({}, dict(norm_weight_D=None), dict(norm_weight_D=None, residual_TD=None)):
-    ptx = compiled(long_sum_kernel, types, 8, aligned, SIZE=2, WIDTH=5120, BLOCK=8192, STEPS=STEPS,
+    ptx = compiled(long_sum_kernel, types, 4, aligned, SIZE=2, WIDTH=5120, BLOCK=8192, STEPS=STEPS,
                    **more)
     assert ptx.count("sys.release") == ptx.count("sys.acquire") == STEPS
     assert "ld.global.cg.v4.b32" in ptx

@@ -12,7 +12,8 @@ Each rank owns an equal share of a message's rows. A program
 
 Before steps 2 and 3 it waits for the same program of all ranks, which has stored all that it reads
 next. So the programs of a launch need not run at once, as long as all GPUs start them in the same
-order. No program waits for another one of its own rank.
+order. No program waits for another one of its own rank. Launches may have different numbers of
+programs, the same on all ranks; each program counts its own calls.
 
 Decision: flags, and not data as its own flag as in all_reduce.py. A flag costs a trip over the link
 for each program and step, 2 us of some hundred, but nothing is emptied after it was read.
@@ -33,11 +34,11 @@ from torch import Tensor
 
 from nanovllm_kernels.exchange.regions import region, store_sum
 
-PROGRAMS = 528  # four for each multiprocessor of a Hopper GPU
+PROGRAMS = 1056  # eight for each multiprocessor of a Hopper GPU
 MAX_WIDTH = 16384  # elements of a row, which must fit in a program's registers
 ALIGNED = 128  # bytes
 STEPS = 2  # that wait for other ranks
-NUM_WARPS = 8
+NUM_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,8 @@ def long_sum(
     for start in range(0, len(x_TD), at_once):
         rows = slice(start, start + at_once)
         x = x_TD[rows]
-        long_sum_kernel[(len(landings.calls_P),)](
+        programs = min(len(landings.calls_P), triton.cdiv(len(x), landings.size))
+        long_sum_kernel[(programs,)](
             x, None if residual_TD is None else residual_TD[rows], norm_weight_D, y_TD[rows],
             landings.addresses_I, landings.calls_P, landings.rank,
             landings.share_bytes, len(x), eps,
