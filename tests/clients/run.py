@@ -143,7 +143,7 @@ def main() -> int:
         command, versions = KINDS[args.kind](Path(folder))
         started, begun = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
         if "URL" in command:
-            server = start(*OPTIONS)
+            server = start(*OPTIONS, is_fork=False)
             try:
                 found = outcomes([word.replace("URL", server.url) for word in command])
             finally:

@@ -186,7 +186,7 @@ def names_of(server: Server) -> dict[int, str]:
 
 
 def test_an_api_process_that_crashes_is_logged_and_replaced() -> None:
-    server = start(*FAST, "--log-format", "text")
+    server = start(*FAST, "--log-format", "text", is_fork=False)
     before = names_of(server)
     (lost,) = (pid for pid, name in before.items() if name == "nanovllm-api0")
     resource.prlimit(lost, resource.RLIMIT_CORE, (0, 0))

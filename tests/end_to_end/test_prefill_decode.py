@@ -16,14 +16,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from nanovllm.adapters.folder import DEMO
-from tests.end_to_end.demo_server import Server, start
+from tests.end_to_end.demo_server import Server, name_of, start
 
 SECRET = {"NANOVLLM_TRANSFER_SECRET": "the secret of these servers"}
 SMALL = ("--device", "cpu", "--set", "cache.page_tokens=16", "--set", "cache.pages=64")
@@ -73,13 +72,6 @@ def started(ranks: tuple[int, int]) -> Servers:
             for arguments, count in zip((p, d), ranks, strict=True)
         ]
         return Servers(*[one.result() for one in begun])
-
-
-def name_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except FileNotFoundError:
-        return ""
 
 
 def post(server: Server, body: dict[str, Any]) -> Any:

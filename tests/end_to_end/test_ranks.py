@@ -21,6 +21,7 @@ from nanovllm.config import DEMO, ConfigError
 from nanovllm.launch import EngineDied, wait_ready
 from nanovllm.watch import LOST_S, cpu_ticks
 from tests.end_to_end.demo_server import Server, asked, command_of, has_left, start
+from tests.forks import with_server_packages
 from tests.server.serving import eventually
 
 ASKED = asked("What is nanovllm?", temperature=0, max_tokens=40)
@@ -169,7 +170,7 @@ def test_a_hung_process_beside_a_sigterm_is_no_clean_end(tp: int, name: str, fol
 
 def refused(*arguments: str) -> tuple[str, str]:
     """Return the one line of a failed start, and the log before it."""
-    run = subprocess.run(command_of(*arguments), capture_output=True, text=True, timeout=60)
+    run = with_server_packages().start(command_of(*arguments), timeout=60)
     assert run.returncode == 2, run.stdout + run.stderr
     (line,) = run.stderr.splitlines()
     return line, run.stdout
@@ -214,10 +215,15 @@ def test_a_checkpoint_that_ends_early_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in logged
 
 
+def popen(command: list[str]) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return with_server_packages().popen(command, stdout=pipe, stderr=pipe, text=True)
+
+
 def test_a_rank_that_ends_while_loading_is_one_line_though_another_hangs(folder: Path) -> None:
     """Rank 0 is stopped, as if it hung in a collective."""
     command = command_of(*CPU, "--tp", "2")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = popen(command)
     server = Server(process, "")
     names = ("nanovllm-engine", "nanovllm-rank1")
 
@@ -243,7 +249,7 @@ def test_a_rank_that_stops_while_loading_ends_the_start(
 ) -> None:
     """It takes STOPPED_S for turns, and some seconds to end the other processes."""
     command = command_of(*CPU, "--tp", "2", constants={"nanovllm.watch.STOPPED_S": 8.0})
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = popen(command)
     server = Server(process, "")
 
     def has_name() -> bool:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field
 
 from tests.end_to_end import demo_server
 from tests.end_to_end.demo_server import THINK
+from tests.forks import HELPER
 from tests.load.structured import SCHEMAS, run
 
 ADA = "Maria is 34 years old, lives in Lima and works as a doctor. Describe her as JSON."
@@ -188,11 +189,12 @@ def num_threads(server) -> int:
 
 
 def num_compiling(server) -> int:
-    """Return the number of forks of the engine's only child."""
+    """Return the number of forks of the engine's only child, besides the helpers of both."""
     (trials,) = children_of(server.engine_pid())
     return len(children_of(trials))
 
 
 def children_of(pid) -> list[int]:
     tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(name) for task in tasks for name in (task / "children").read_text().split()]
+    pids = [int(name) for task in tasks for name in (task / "children").read_text().split()]
+    return [pid for pid in pids if demo_server.name_of(pid) != HELPER]

@@ -26,7 +26,7 @@ SMALL = ("--device", "cuda", "--set", "cache.pages=400", "--set", "schedule.slot
 def serving(*arguments: str, environment: dict[str, str] | None = None) -> Iterator[Server]:
     """Start a server. An error inside the block shows its output and the stacks of its threads."""
     began = time.monotonic()
-    server = start(*arguments, limit_s=START_S, environment=environment)
+    server = start(*arguments, limit_s=START_S, environment=environment, is_fork=False)
     log.info("%.1f s to start %s", time.monotonic() - began, " ".join(arguments))
     try:
         yield server

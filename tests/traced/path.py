@@ -64,7 +64,9 @@ def traced_request() -> tuple[str, list[Trace]]:
         window = Path(folder, "window")
         window.write_bytes(b"\0")
         added = {"TRACED_FOLDER": folder, "PYTHONPATH": f"{SITE}{os.pathsep}{ROOT}"}
-        server = start("--set", "server.workers=1", "--device", "cpu", environment=added)
+        server = start(
+            "--set", "server.workers=1", "--device", "cpu", environment=added, is_fork=False
+        )
         try:
             for _ in range(NUM_WARM):
                 ask(server)
