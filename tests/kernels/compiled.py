@@ -32,7 +32,8 @@ def forks() -> Forks:
     CuTe DSL is not imported in it, since its dumps go to the folder in which it was imported.
     """
     variables = dict(one.split("=") for one in HOPPER[1:])
-    return Forks("torch._dynamo", "triton.compiler", TRITON_INTERPRET="0", **variables)
+    packages = "pytest", "torch._dynamo", "transformers", "triton.compiler"
+    return Forks(*packages, TRITON_INTERPRET="0", **variables)
 
 
 def printed(code: str, folder: Path = ROOT, **environment: str) -> list[str]:

@@ -22,9 +22,9 @@ SMALL = (
     "load.format=dummy",
     "model.num_layers=1",
     "schedule.slots=8",
-    "schedule.step_tokens=256",
-    "server.max_model_tokens=2048",
-    "kernels.mixed_graph_tokens=64",
+    "schedule.step_tokens=64",
+    "server.max_model_tokens=512",
+    "kernels.mixed_graph_tokens=32",
 )
 
 
@@ -42,7 +42,7 @@ def main(major: str, name: str, *changes: str) -> None:
     found = resolved.resolve_config(config)
     with Nothing():
         traffic = Traffic(config, built_for(notes), notes.enter)
-        for length in (1, 70, 300):
+        for length in (1, 20, 80):
             traffic.ask(length, 4)
         traffic.step("three prompts")
     facts = dict(

@@ -26,6 +26,7 @@ import triton
 from nanovllm_kernels import compile_cache
 from nanovllm_kernels.exchange.all_reduce import PROGRAMS, Peers
 from nanovllm_kernels.exchange.long_sums import Landings
+from nanovllm_kernels.fp8_reference import Scaled
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction
@@ -133,6 +134,10 @@ class Nothing(TorchFunctionMode):
             out = kwargs.get("out")
             shape = *args[0].shape[:2], args[1].shape[2]
             return args[0].new_empty(shape) if out is None else out
+        if function is torch.einsum:
+            subscripts, *factors = args
+            shape = function(subscripts, *(factor.to("meta") for factor in factors)).shape
+            return factors[0].new_empty(shape)
         if function is Tensor.addmm_:
             return args[0]
         made = function(*args, **kwargs)
@@ -262,6 +267,7 @@ def imagine_a_gpu(notes: Notes, major: int = 9) -> None:
                 if hasattr(module, what):
                     setattr(module, what, fake)
     latent_rows.expanded = unwritten
+    Scaled.dequantised = whole_unwritten
     if major == 9:
         kernels.obstacle = lambda where: None
     torch.cuda.get_device_capability = lambda where: (major, 0)
@@ -306,6 +312,11 @@ def unwritten(cache: Any, slots_X: Tensor, q_THA: Tensor) -> tuple[Tensor, Tenso
     """Return uninitialised tensors for expanded keys and values, which library calls would fill."""
     room = len(slots_X), len(cache.key_HAX)
     return q_THA.new_empty(*room, q_THA.shape[2]), q_THA.new_empty(*room, cache.width)
+
+
+def whole_unwritten(self: Scaled) -> Tensor:
+    """Return an uninitialised tensor in place of the weight, of the type that products take."""
+    return self.weight_ND.new_empty(self.shape, dtype=torch.bfloat16)
 
 
 def as_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
