@@ -82,6 +82,6 @@ def _execute(mutant: Mutant, test: str) -> int:
     faulty = Faulty(mutant)
     assert faulty.name not in sys.modules
     sys.meta_path.insert(0, faulty)
-    options = ["-x", "--tb=short", "-p", "no:cacheprovider", "--disable-plugin-autoload"]
+    options = ["-x", "--tb=line", "-p", "no:cacheprovider", "--disable-plugin-autoload"]
     quickly = ["-p", "no:unraisableexception"]  # it collects garbage ten times
     return pytest.main([*options, *quickly, "-W", "ignore", test])
