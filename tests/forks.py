@@ -165,6 +165,8 @@ class Helper:
         changes = [one for one in asked[17:22] if one not in (None, -1)]
         if read_by_imports(environment) != self._imported_with or os.getpid() != self._owner:
             return self.start(*asked)
+        if words[1:2] == ["-B"]:  # multiprocessing's flag for PYTHONDONTWRITEBYTECODE
+            del words[1]
         if changes or not is_python(words):
             return self.start(*asked)
         targets = {0: pipes[0], 1: pipes[3], 2: pipes[5]}

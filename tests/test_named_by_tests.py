@@ -53,7 +53,9 @@ DRIVEN_BY = {
         kernels/nanovllm_kernels/attention/latent_reference.py
         kernels/nanovllm_kernels/attention/latent_cases.py
         kernels/nanovllm_kernels/attention/latent_store.py""",
-    "tests/kernels/exchange/test_all_reduce.py": "kernels/nanovllm_kernels/exchange/tokens.py",
+    "tests/kernels/exchange/test_all_reduce.py": """
+        kernels/nanovllm_kernels/exchange/long_sums.py
+        kernels/nanovllm_kernels/exchange/regions.py kernels/nanovllm_kernels/exchange/tokens.py""",
     "tests/kernels/sampling/test_draft_rows.py": """
         kernels/nanovllm_kernels/sampling/draft_reference.py""",
     "tests/kernels/sampling/test_ngram.py": "kernels/nanovllm_kernels/sampling/ngram_reference.py",

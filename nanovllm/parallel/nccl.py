@@ -1,8 +1,8 @@
 """Mesh of processes on one machine, each with its own GPU.
 
-Sums and gathers of decode steps use our kernels over peer memory. Longer sums use another kernel of
-ours, and everything else NCCL, above a size that is measured at start, because it depends on the
-machine's links. NCCL also computes long sums where GPUs lack atomic operations on peer memory.
+Sums and gathers of decode steps use our kernels over peer memory. Above a size that is measured at
+start, sums use another kernel of ours, and everything else NCCL. NCCL also sums where GPUs lack
+atomic operations on each other's memory.
 """
 
 from __future__ import annotations

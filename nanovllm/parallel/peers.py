@@ -46,19 +46,10 @@ def connect_peers(
 
     The ranks' device indices are consecutive, in the order of ranks. `store` connects the ranks and
     its keys have no other use. Raise ConfigError if this GPU cannot access another's memory.
-    With `sums_long`, also for long sums, if the GPUs have atomic operations on each other's memory.
+    `sums_long`: with memory for long sums, which need atomic operations on other GPUs' memory.
     """
     first = device.index - rank
-    unreached = [
-        str(other)
-        for other in range(first, first + size)
-        if other != device.index and not torch.cuda.can_device_access_peer(device, other)
-    ]
-    if unreached:
-        raise ConfigError(
-            f"parallel needs {size} ranks; GPU {device.index} cannot reach the memory of GPU "
-            f"{', '.join(unreached)}, which kernels over peer memory require"
-        )
+    refuse_unreached(device, first, size)
     os.putenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     group = c10d.ProcessGroup(store, rank, size)
     c10d._register_process_group(GROUP, group)
@@ -76,21 +67,36 @@ def connect_peers(
     handle = c10d._SymmetricMemory.rendezvous(buffer, GROUP)
     c10d._unregister_process_group(GROUP)
     addresses_I = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
-    calls_X, calls_P = (
-        torch.zeros(count, dtype=torch.int32, device=device)
-        for count in (PROGRAMS, long_sums.PROGRAMS)
+    landings = Landings(
+        rank=rank,
+        size=size,
+        share_bytes=share_bytes,
+        addresses_I=addresses_I + short,
+        calls_P=torch.zeros(long_sums.PROGRAMS, dtype=torch.int32, device=device),
     )
     return Peers(
         rank=rank,
         size=size,
         capacity=capacity,
         addresses_I=addresses_I,
-        calls_X=calls_X,
+        calls_X=torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
         keepalive=(buffer, handle),
-        landings=Landings(rank, size, share_bytes, addresses_I + short, calls_P)
-        if sums_long
-        else None,
+        landings=landings if sums_long else None,
     )
+
+
+def refuse_unreached(device: torch.device, first: int, size: int) -> None:
+    """Raise ConfigError if the GPU cannot access those from index `first` on."""
+    unreached = [
+        str(other)
+        for other in range(first, first + size)
+        if other != device.index and not torch.cuda.can_device_access_peer(device, other)
+    ]
+    if unreached:
+        raise ConfigError(
+            f"parallel needs {size} ranks; GPU {device.index} cannot reach the memory of GPU "
+            f"{', '.join(unreached)}, which kernels over peer memory require"
+        )
 
 
 def has_atomics(device: int, other: int) -> bool:

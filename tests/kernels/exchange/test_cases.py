@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from nanovllm_kernels.exchange import cases as peer_cases
+from nanovllm_kernels.exchange.all_reduce import Peers
 from nanovllm_kernels.exchange.cases import followed, kernels
 
 from nanovllm.cli.check_kernels import check_kernels
@@ -75,7 +76,7 @@ def test_times_stand_beside_those_of_nccl(monkeypatch, tmp_path) -> None:
 
 
 def test_what_the_link_must_carry() -> None:
-    peers = type("Four", (), {"rank": 0, "size": 4})
+    peers = Peers(0, 4, 64, *[torch.zeros(4)] * 2)
     moved = {
         f"{kernel.name} {case.name}": case.num_bytes
         for kernel, _ in kernels(peers, None)
