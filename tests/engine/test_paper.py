@@ -110,7 +110,9 @@ def test_the_numbers_come_from_the_recipe_else_from_the_model() -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    server = start(RECIPE, "--set", "paper.tokens_per_s=400", "--set", "server.workers=2")
+    server = start(
+        RECIPE, "--set", "paper.tokens_per_s=400", "--set", "server.workers=2", is_fork=False
+    )
     yield server
     assert server.stop() == 0
 
