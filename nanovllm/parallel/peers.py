@@ -67,13 +67,15 @@ def connect_peers(
     handle = c10d._SymmetricMemory.rendezvous(buffer, GROUP)
     c10d._unregister_process_group(GROUP)
     addresses_I = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
-    landings = Landings(
-        rank=rank,
-        size=size,
-        share_bytes=share_bytes,
-        addresses_I=addresses_I + short,
-        calls_P=torch.zeros(long_sums.PROGRAMS, dtype=torch.int32, device=device),
-    )
+    landings = None
+    if sums_long:
+        landings = Landings(
+            rank=rank,
+            size=size,
+            share_bytes=share_bytes,
+            addresses_I=addresses_I + short,
+            calls_P=torch.zeros(long_sums.PROGRAMS, dtype=torch.int32, device=device),
+        )
     return Peers(
         rank=rank,
         size=size,
@@ -81,7 +83,7 @@ def connect_peers(
         addresses_I=addresses_I,
         calls_X=torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
         keepalive=(buffer, handle),
-        landings=landings if sums_long else None,
+        landings=landings,
     )
 
 
