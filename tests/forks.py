@@ -56,10 +56,11 @@ TORCH = (  # imported in 7 s
     "uvicorn", "uvloop",
 )  # fmt: skip
 SERVER = (  # imported in 4 s; forks of it are faster, since they have less memory
-    "httptools", "httpx", "jinja2", "msgspec", "numpy", "tokenizers", "torch", "triton.language",
-    "uvicorn", "uvloop", "xgrammar",
+    "httptools", "httpx", "jinja2", "msgspec", "numpy", "tokenizers", "torch",
+    "transformers.models.auto.tokenization_auto", "triton.language", "uvicorn", "uvloop",
+    "xgrammar",
 )  # fmt: skip
-READ_BY_IMPORTS = ("CUDA_", "HF_", "OMP_", "PYTHONPATH", "TORCH", "TRITON_INTERPRET")
+READ_BY_IMPORTS = ("CUDA_", "HF_", "OMP_", "TORCH", "TRITON_INTERPRET")
 ForkExec = Callable[..., int]
 
 
@@ -286,6 +287,7 @@ def run(task: dict[str, Any], descriptors: list[int], connection: socket.socket)
     helper = start_helper(descriptors)
     set_name("python")
     os.chdir(task["folder"])
+    follow_path(os.environ.get("PYTHONPATH"), task["environment"].get("PYTHONPATH"))
     os.environ.clear()
     os.environ.update(task["environment"])
     tempfile.tempdir = None  # the folder may have been read from the environment
@@ -300,6 +302,17 @@ def run(task: dict[str, Any], descriptors: list[int], connection: socket.socket)
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, task["blocked"])
     execute(task["words"][1:])
+
+
+def follow_path(old: str | None, new: str | None) -> None:
+    """Replace the entries of one PYTHONPATH by those of another."""
+    before, after = (
+        [os.path.abspath(one) for one in (each or "").split(os.pathsep) if one]
+        for each in (old, new)
+    )
+    others = [one for one in sys.path[1:] if one not in {*before, *after}]
+    at = min((sys.path.index(one) for one in before if one in sys.path), default=1)
+    sys.path[1:] = [*others[: at - 1], *after, *others[at - 1 :]]
 
 
 def start_helper(descriptors: list[int]) -> int:

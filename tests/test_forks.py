@@ -19,7 +19,8 @@ import json, multiprocessing, os, signal, subprocess, sys, tempfile
 numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD
 link = {number: os.readlink(f"/proc/self/fd/{number}") for number in map(int, sys.argv[2:])}
 print(json.dumps({
-    "arguments": sys.argv, "path": sys.path, "main": __name__, "folder": os.getcwd(),
+    "arguments": sys.argv, "main": __name__, "folder": os.getcwd(),
+    "path": [sys.path[0], *sorted(sys.path[1:])],
     "environment": dict(os.environ), "temporary": tempfile.gettempdir(), "links": link,
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     "handlers": [str(signal.getsignal(number)) for number in numbers],

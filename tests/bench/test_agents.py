@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +19,7 @@ from nanovllm.bench.online import digest_of
 from nanovllm.bench.workload import WORDS, Conversation, Message, Turn, Wording
 from nanovllm.config import ConfigError
 from tests.bench.test_online import ROOT, fake_chat, free_port, measure
+from tests.forks import with_server_packages
 
 WORDING = Wording(10, dict.fromkeys(WORDS, 1))
 SMALL = AgentLoad(
@@ -227,7 +227,7 @@ def test_the_demo_is_driven_in_seconds(tmp_path: Path) -> None:
     arguments += ["--shared-len", "300", "--growth", "60-120", "--answers", "4-8"]
     arguments += ["--longest", "700", "--pauses", "0.01-0.02", "--results-dir", str(tmp_path)]
     line = [sys.executable, "-m", "nanovllm", "bench", *arguments]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = with_server_packages().start(line, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "\n----------------------Agents----------------------\n" in done.stdout
     (written,) = store.records(tmp_path)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.forks import with_server_packages
 
 ROOT = Path(__file__).parents[2]
 
@@ -14,7 +15,7 @@ def test_the_loading_of_a_random_demo(tmp_path: Path) -> None:
     path, folder = tmp_path / "record.json", tmp_path / "checkpoint"
     command = [sys.executable, "results/loading.py", str(folder), "demo", "--json", str(path)]
     command += ["--set", "device=cpu", "--set", "model.num_layers=1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = with_server_packages().start(command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     (weights,) = folder.glob("*.safetensors")
     record = json.loads(path.read_text())

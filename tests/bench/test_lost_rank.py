@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from tests.forks import with_server_packages
+
 ENDED_S = 60.0  # seconds; detection takes about 4
 
 
@@ -23,7 +25,7 @@ def test_a_rank_that_hangs_ends_the_measurement(tmp_path: Path) -> None:
     """Rank 0 would otherwise wait for it without limit on a GPU."""
     command = [sys.executable, "-m", "nanovllm", "bench", "--offline", "--tp", "2"]
     command += ["--device", "cpu", "--workload", "bs64", "--warmup", "0"]
-    with subprocess.Popen(
+    with with_server_packages().popen(
         [*command, "--results-dir", str(tmp_path)], stderr=subprocess.PIPE, stdout=subprocess.PIPE
     ) as bench:
         assert bench.stderr is not None and bench.stdout is not None

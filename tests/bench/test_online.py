@@ -28,6 +28,7 @@ from nanovllm.config import Config, ConfigError, load_config
 from nanovllm.experts import ExpertLoad
 from nanovllm.fleet import Fleet
 from nanovllm.wire import Finish, FinishReason, Generate, Ready, Refusal, RefusalKind, Stats
+from tests.forks import with_server_packages
 
 ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).with_name("fake_chat.py")
@@ -146,7 +147,7 @@ def test_the_command_prints_a_table_and_writes_both_files(healthy: str, tmp_path
     arguments += ["--api-key", "s3cret", "--results-dir", str(results)]
     arguments += ["--expert-load", str(tmp_path / "x"), "--expert-ranks", "2"]
     line = [sys.executable, "-m", "nanovllm", "bench", *arguments]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = with_server_packages().start(line, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "============ Serving Benchmark Result ============" in done.stdout
     assert "Successful requests:                     8" in done.stdout

@@ -26,6 +26,7 @@ from nanovllm.config import DEMO, load_config
 from nanovllm.server.detokenize import Vocabulary
 from tests.bench.test_online import free_port, measure
 from tests.bench.test_sweep import texts
+from tests.forked_commands import forked_commands
 
 ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).with_name("fake_vllm.py")
@@ -49,7 +50,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def vllm_python(place: Path, lines: str = f'exec {sys.executable} {FAKE} "$@"') -> str:
+def vllm_python(place: Path, lines: str = f'exec python {FAKE} "$@"') -> str:
     script = place / "vllm_python"
     script.write_text(f"#!/bin/sh\n{lines}\n")
     script.chmod(0o755)
@@ -58,13 +59,21 @@ def vllm_python(place: Path, lines: str = f'exec {sys.executable} {FAKE} "$@"') 
 
 def measured(place: Path, part: str, flags: str, python: str) -> subprocess.CompletedProcess[str]:
     """Run `results/measure.sh PART` with the demo model on this machine."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    given = {"RECIPES": "recipes/demo.yaml", "FLAGS": flags, "VLLM_PYTHON": python, "PATH": path}
-    code = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    return subprocess.run(
-        ["bash", "results/measure.sh", part], cwd=ROOT, env=os.environ | given | code,
-        capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
+    given = {"RECIPES": "recipes/demo.yaml", "FLAGS": flags, "VLLM_PYTHON": python}
+    return run_script(place, part, given)
+
+
+def run_script(
+    place: Path, part: str, variables: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run `results/measure.sh PART`. Its commands of Python are forks."""
+    with forked_commands(place) as programs:
+        path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        given = {"PATH": path, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", **variables}
+        return subprocess.run(
+            ["bash", "results/measure.sh", part], cwd=ROOT, env=os.environ | given,
+            capture_output=True, text=True, timeout=500, check=False,
+        )  # fmt: skip
 
 
 def tables(stdout: str) -> list[str]:

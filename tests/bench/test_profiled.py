@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.forks import with_server_packages
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,10 +17,9 @@ def test_a_profile_tells_what_steps_are_made_of(tmp_path: Path) -> None:
     command = "bench --offline recipes/demo.yaml --workload bs1-256 --warmup 0 --results-dir"
     line = [sys.executable, "results/profiled.py", str(file), "20,40", "2", *command.split()]
     code = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    done = subprocess.run(
-        [*line, str(tmp_path)], cwd=ROOT, env=os.environ | code,
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = with_server_packages().start(
+        [*line, str(tmp_path)], timeout=300, cwd=ROOT, env=os.environ | code
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     said = file.read_text()
     heads = r"from step (\d+) on:\n2 steps of \d+\.\d us, \d+\.\d launches, \d+\.\d us idle\n"

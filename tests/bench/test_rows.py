@@ -16,7 +16,8 @@ from nanovllm.bench import store
 from nanovllm.bench.record import Record
 from nanovllm.config import load_config
 from results import rows
-from tests.bench.test_peers import ROOT, place, vllm_python
+from tests.bench.test_peers import ROOT, place, run_script, vllm_python
+from tests.forks import with_server_packages
 from tests.server.serving import eventually
 
 __all__ = ["place"]
@@ -37,19 +38,14 @@ def measured(
 
     Return its output and its records.
     """
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     results = place / "results"
     given = {
         "RECIPES": recipe or two_layers(place),
         "ROWS": names,
         "FLAGS": f"{flags} --results-dir {results}",
     }
-    given |= {"PATH": path, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     given |= {"VLLM_PYTHON": python} if python else {}
-    done = subprocess.run(
-        ["bash", "results/measure.sh", part], cwd=ROOT, env=os.environ | given,
-        capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
+    done = run_script(place, part, given)
     return done, list(store.records(results))
 
 
@@ -94,10 +90,11 @@ def test_a_written_adapter_is_served_and_copies_are_equal(place: Path) -> None:
     line = [sys.executable, "-m", "nanovllm", "bench", "--offline", DEMO, "--workload", "bs1-256"]
     flags = [*rows.setting(adapters__folder=str(every), adapters__max_rank=16), "--adapters", "3"]
     code = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    done = subprocess.run(
+    done = with_server_packages().start(
         [*line, "--warmup", "0", *flags, "--load-format", "dummy", "--results-dir", str(place)],
-        cwd=ROOT, env=os.environ | code, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=os.environ | code,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     (one,) = store.records(place)
     assert one.workload["name"] == "bs1-256-lora3" and one.metrics["output_tokens"] == 256

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from click.testing import CliRunner
 from nanovllm_kernels.products import few_fp8
 
 from results import steps
+from tests.forks import with_server_packages
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,10 +43,7 @@ def test_variants_of_a_step_on_the_demo() -> None:
     variants = "now:", f"other:{other}", f"wrong:{wrong}", "again:"
     line = [sys.executable, "results/steps.py", "recipes/demo.yaml", "--rows", "2", *variants]
     code = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    done = subprocess.run(
-        line, cwd=ROOT, env=os.environ | code, capture_output=True, text=True, timeout=300,
-        check=False,
-    )  # fmt: skip
+    done = with_server_packages().start(line, timeout=300, cwd=ROOT, env=os.environ | code)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     now, other, wrong, again = done.stdout.splitlines()[-4:]
     same = r" +\d+\.\d us, off by 0\.0000  "

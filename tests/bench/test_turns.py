@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.forks import with_server_packages
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,7 +16,7 @@ def test_turns_of_the_demo(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     asked = ["demo", "--set", "cache.page_tokens=16", "--tokens", "100", "--answer", "4"]
     command = [sys.executable, "results/turns.py", *asked, "--rounds", "1", "--json", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = with_server_packages().start(command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     assert (record["workload"]["name"], record["changed"]) == ("turns", {"cache.page_tokens": 16})

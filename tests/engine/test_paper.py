@@ -31,6 +31,7 @@ from nanovllm.wire import Generate, Sampling, StepOutput
 from tests.bench.test_online import free_port
 from tests.end_to_end.demo_server import Server, start
 from tests.engine.no_grammars import NoGrammars
+from tests.forks import with_server_packages
 from tests.times import least
 
 ROOT = Path(__file__).parents[2]
@@ -191,7 +192,7 @@ def test_bench_counts_the_cpu_time_of_each_kind_of_process(tmp_path: Path) -> No
     arguments += ["--set", "server.workers=2", "--concurrency", "16", "--num-prompts", "32"]
     arguments += ["--input-len", "31", "--output-len", "100", "--results-dir", str(tmp_path)]
     line = [sys.executable, "-m", "nanovllm", "bench", *arguments]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = with_server_packages().start(line, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "Server CPU us per token:" in done.stdout
     (written,) = store.records(tmp_path)
