@@ -55,6 +55,18 @@ def pytest_collection() -> Generator[None, object, object]:
         atexit.register(gc.unfreeze)  # otherwise packages report them as leaks
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """Exempt also what a file of tests leaves, for example compiled functions."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run long tests first, so that workers finish at about the same time."""
     items.sort(key=lambda item: str(item.path.relative_to(TESTS)) not in LONG)

@@ -205,7 +205,7 @@ def test_bench_counts_the_cpu_time_of_each_kind_of_process(tmp_path: Path) -> No
 
 
 def test_cpu_time_is_that_of_the_named_children_and_their_own() -> None:
-    spin = "import time\nwhile time.process_time() < 0.3: pass\n"
+    spin = "import time\nwhile time.process_time() < 0.5: pass\n"
     child = (
         "import subprocess, sys, time\n"
         "open('/proc/self/comm', 'w').write(sys.argv[1])\n"
@@ -231,11 +231,12 @@ def test_cpu_time_is_that_of_the_named_children_and_their_own() -> None:
         for process in started:
             assert process.stdout is not None and process.stdout.readline() == b"spun\n"
         deadline = time.monotonic() + 20
-        while (used := cpu_s(os.getpid())).get("Engine", 0.0) < 0.58:
+        while (used := cpu_s(os.getpid())).get("Engine", 0.0) < 0.98:
             assert time.monotonic() < deadline, used
             time.sleep(0.02)
         assert used.keys() == {"Server", "Engine"}
-        assert 0.28 <= used["Server"] < 0.55
+        # More than what spins is the start of its child; any other process that counts adds 0.5.
+        assert 0.48 <= used["Server"] < 0.95
     finally:
         for process in started:
             os.killpg(process.pid, signal.SIGKILL)

@@ -6,7 +6,6 @@ import itertools
 import json
 import random
 import re
-import time
 from functools import cache
 
 import jsonschema
@@ -20,6 +19,7 @@ from nanovllm.grammars.formats import FORMATS
 from nanovllm.grammars.regexes import vet
 from nanovllm.grammars.schema import compiled
 from tests.load.schemas import compiler, matches, tag
+from tests.times import cpu_s, least
 
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
 OBJECT = {"type": "object", "properties": {"a": INTEGER}}
@@ -190,11 +190,10 @@ def test_objects_that_say_nothing_of_other_properties_have_none() -> None:
 
 def test_many_optional_properties_are_quick() -> None:
     names = [f"property_{i}" for i in range(1000)]
-    begun = time.process_time()
-    text = compiled(
-        {"type": "object", "properties": dict.fromkeys(names, INTEGER)}, "x", exact=True
-    )
-    assert time.process_time() - begun < 1 and len(text) < 400_000
+    schema = {"type": "object", "properties": dict.fromkeys(names, INTEGER)}
+    assert least(lambda: cpu_s(lambda: compiled(schema, "x", exact=True)), 1) < 1  # 0.2 s
+    text = compiled(schema, "x", exact=True)
+    assert len(text) < 400_000
     grammar = bytes_compiler().compile_structural_tag(tag(text))
     assert matches(grammar, dict.fromkeys(names[::7], 1))
     assert not matches(grammar, {names[5]: 1, names[3]: 1})
@@ -309,15 +308,16 @@ HOSTILE = [
 
 @pytest.mark.parametrize("schema", HOSTILE, ids=range(len(HOSTILE)))
 def test_no_schema_takes_long(schema) -> None:
-    begun = time.process_time()
-    for exact in (True, False):
-        try:
-            assert len(compiled(schema, "x", exact=exact)) <= 1 << 20
-        except SchemaError as error:
-            assert error.field == "x"
-        except RecursionError:  # raised by json.dumps, before the schema is read
-            assert schema["type"] == "array"
-    assert time.process_time() - begun < 12
+    def compile_twice() -> None:
+        for exact in (True, False):
+            try:
+                assert len(compiled(schema, "x", exact=exact)) <= 1 << 20
+            except SchemaError as error:
+                assert error.field == "x"
+            except RecursionError:  # raised by json.dumps, before the schema is read
+                assert schema["type"] == "array"
+
+    assert least(lambda: cpu_s(compile_twice), 12) < 12  # 5 s at most
 
 
 # -- random outputs --------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +10,7 @@ from nanovllm.layers.linear import Placement, parameter
 from nanovllm.models.decoder import Rule
 from nanovllm.models.weights import destinations
 from nanovllm.parallel.mesh import Mesh, Span
+from tests.times import cpu_s, least
 
 E, F, D = 6, 8, 5
 RULES: tuple[Rule, ...] = (
@@ -115,7 +114,5 @@ def test_a_hundred_thousand_tensors_are_planned_at_once() -> None:
     """MiniMax-M2 has 96,103 tensors, half of them scales."""
     with torch.device("meta"):
         model = Model(130, Span(256, 64, 64), Span(16, 0, 16), 8)
-    began = time.process_time()
-    wanted = destinations(model, RULES)
-    assert len(wanted) == 130 * (3 * 256 + 1)
-    assert time.process_time() - began < 3
+    assert least(lambda: cpu_s(lambda: destinations(model, RULES)), 3) < 3  # 1 s
+    assert len(destinations(model, RULES)) == 130 * (3 * 256 + 1)
