@@ -85,14 +85,24 @@ class Forks:
 
     def popen(self, command: Sequence[str], **how: Any) -> subprocess.Popen[Any]:
         """Do what subprocess.Popen does. The command is one of Python."""
+        with self.starts():
+            return subprocess.Popen(command, **how)
+
+    @contextmanager
+    def starts(self) -> Iterator[None]:
+        """Make forks of all processes that this thread starts, also by multiprocessing."""
         thread = threading.get_ident()
 
         def fork_exec(*asked: Any) -> int:
             mine = threading.get_ident() == thread
             return self._helper.fork_exec(*asked) if mine else self._helper.start(*asked)
 
-        with self._lock, mock.patch.object(subprocess, "_fork_exec", fork_exec):
-            return subprocess.Popen(command, **how)
+        with (
+            self._lock,
+            mock.patch.object(subprocess, "_fork_exec", fork_exec),
+            mock.patch.object(_posixsubprocess, "fork_exec", fork_exec),
+        ):
+            yield
 
     def start(
         self, command: Sequence[str], timeout: float = MOST_S, **how: Any

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ import httpx
 import openai
 from tokenizers import Tokenizer
 
-from nanovllm import log
-from nanovllm.config import DEMO, Config, load_config
-from nanovllm.server.main import run
+from nanovllm.config import DEMO, load_config
+from tests.forks import with_server_packages
+from tests.server.api_process import serve
 from tests.server.fake_engine import FakeEngine
 
 JSON = {"Content-Type": "application/json"}  # headers for a body that is not given as `json=`
@@ -83,8 +81,9 @@ def serving(folder: Path, *overrides: str, recipe: str | None = None) -> Iterato
     ours, theirs = context.Pipe()
     log_path = folder / "log"
     socks = [sock, metrics] if config.recipe.server.metrics_port is not None else [sock]
-    process = context.Process(target=child, args=(config, engine.path, socks, theirs, log_path))
-    process.start()
+    process = context.Process(target=serve, args=(config, engine.path, socks, theirs, log_path))
+    with with_server_packages().starts():
+        process.start()
     theirs.close()
     assert ours.poll(60) and ours.recv() == "ready"
     api = Api(f"http://127.0.0.1:{sock.getsockname()[1]}", engine, process, log_path)
@@ -98,19 +97,6 @@ def serving(folder: Path, *overrides: str, recipe: str | None = None) -> Iterato
         process.terminate()
         process.join(20)
         assert process.exitcode == 0
-
-
-def child(
-    config: Config,
-    engine_path: str,
-    socks: list[socket.socket],
-    word: Connection,
-    log_path: Path,
-) -> None:
-    with log_path.open("w") as file:
-        os.dup2(file.fileno(), 1)
-    log.setup()
-    run(config, [engine_path], 0, socks, lambda: word.send("ready"))
 
 
 def eventually(check: Callable[[], bool], timeout_s: float = 30.0) -> None:
