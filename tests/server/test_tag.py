@@ -110,7 +110,10 @@ def letters(text) -> list[int]:
 
 
 def allows(tokens, *, family="qwen3", turn="", **fields) -> bool:
-    following = matcher(family, turn, **fields)
+    return passes(matcher(family, turn, **fields), tokens)
+
+
+def passes(following, tokens) -> bool:
     tokens = ids(tokens) if isinstance(tokens, str) else tokens
     return all(takes(following, token) for token in [*tokens, 2041])
 

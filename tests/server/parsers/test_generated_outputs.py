@@ -28,7 +28,7 @@ from tests.server.parsers.generated_outputs import (
 )
 from tests.server.tiny_tokenizer import tiny_tokenizer
 
-NUM_OUTPUTS = 30 * settings().max_examples
+NUM_OUTPUTS = 15 * settings().max_examples
 
 
 def machine(name: str, marks: dict[str, str], in_reasoning: bool, schemas) -> OutputParser:
