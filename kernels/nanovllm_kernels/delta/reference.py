@@ -12,6 +12,7 @@ rounded to the model's dtype; everything else is float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -121,13 +122,18 @@ def conv_rows(
     conv_NCW has one input less than weight_CW has weights, oldest first, and is updated.
     """
     y_TC, starts, before = x_TC.clone(), starts_R1.tolist(), conv_NCW.shape[-1]
-    for slot, start, end in zip(slots_R.tolist(), starts, starts[1:], strict=False):
-        if start == end:
-            continue
-        inputs_CL = torch.cat([conv_NCW[slot], x_TC[start:end].T.to(conv_NCW.dtype)], dim=1)
-        conv_NCW[slot] = inputs_CL[:, end - start :]
-        windows = inputs_CL.float().unfold(1, before + 1, 1)
-        y_TC[start:end] = silu((windows * weight_CW.float()[:, None]).sum(-1)).T.to(x_TC.dtype)
+    begin, end = starts[0], starts[-1]
+    if begin == end:
+        return y_TC
+    stored = conv_NCW[slots_R].transpose(1, 2).unbind()
+    rows = x_TC[begin:end].to(conv_NCW.dtype).split([b - a for a, b in pairwise(starts)])
+    inputs_LC = torch.cat([each for pair in zip(stored, rows, strict=True) for each in pair])
+    shifts_R = torch.arange(len(rows), device=x_TC.device) * before - begin
+    conv_NCW[slots_R] = inputs_LC.unfold(0, before, 1)[starts_R1[1:] + shifts_R]
+    first_T = torch.arange(begin, end, device=x_TC.device)
+    first_T = first_T + shifts_R.repeat_interleave(starts_R1.diff())
+    windows_TCW = inputs_LC.unfold(0, before + 1, 1)[first_T].float()
+    y_TC[begin:end] = silu((windows_TCW * weight_CW.float()).sum(-1)).to(x_TC.dtype)
     return y_TC
 
 
@@ -149,18 +155,27 @@ def delta_rows(
     repeats = v_THV.shape[1] // q_THK.shape[1]
     q_THK, k_THK = (l2_norm(x_THK).repeat_interleave(repeats, 1) for x_THK in (q_THK, k_THK))
     q_THK = q_THK * q_THK.shape[-1] ** -0.5
-    o_THV, starts_R, lengths_R = torch.empty_like(v_THV), starts_R1[:-1].long(), starts_R1.diff()
-    states_RHKV = recurrent_NHKV[slots_R].float()
-    for nth in range(int(lengths_R.max()) if len(lengths_R) else 0):
-        rows = (lengths_R > nth).nonzero()[:, 0]
-        at = starts_R[rows] + nth
-        state = states_RHKV[rows] * g_TH[at].float().exp()[..., None, None]
-        prediction = (state * k_THK[at][..., None]).sum(-2)
-        update = (v_THV[at].float() - prediction) * beta_TH[at].float()[..., None]
-        state = state + k_THK[at][..., None] * update[..., None, :]
-        states_RHKV[rows] = state
-        o_THV[at] = (state * q_THK[at][..., None]).sum(-2).to(o_THV.dtype)
-    recurrent_NHKV[slots_R] = states_RHKV.to(recurrent_NHKV.dtype)
+    o_THV, starts = torch.empty_like(v_THV), starts_R1.tolist()
+    lengths = [end - start for start, end in pairwise(starts)]
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    counts = [sum(length > nth for length in lengths) for nth in range(max(lengths, default=0))]
+    if not counts:
+        return o_THV
+    # Long rows come first, so the rows with an nth token are a slice. X has the nth tokens of all
+    # rows next to each other.
+    at = [starts[row] + nth for nth, count in enumerate(counts) for row in order[:count]]
+    at_X, order_R = (torch.tensor(each, device=v_THV.device) for each in (at, order))
+    factors = g_TH.float().exp()[..., None, None], k_THK[..., None], q_THK[..., None]
+    tokens = v_THV.float(), beta_TH.float()[..., None], *factors
+    states_RHKV, outputs = recurrent_NHKV[slots_R[order_R]].float(), []
+    for v, beta, decay, k, q in zip(*(each[at_X].split(counts) for each in tokens), strict=True):
+        state = states_RHKV[: len(v)]
+        state *= decay
+        update = (v - (state * k).sum(-2)) * beta
+        state += k * update[..., None, :]
+        outputs.append((state * q).sum(-2))
+    o_THV[at_X] = torch.cat(outputs).to(o_THV.dtype)
+    recurrent_NHKV[slots_R[order_R]] = states_RHKV.to(recurrent_NHKV.dtype)
     return o_THV
 
 
