@@ -1,4 +1,4 @@
-"""`pytest -m quick`, Hypothesis profiles, and one thread per process of tests.
+"""`pytest -m quick`, Hypothesis profiles, one thread per process of tests, and one SSL context.
 
 `--hypothesis-profile=quick` runs few examples and few random engines, `thorough` four times as many
 as usual.
@@ -7,8 +7,10 @@ as usual.
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import os
+import ssl
 from collections.abc import Generator
 from pathlib import Path
 
@@ -22,6 +24,10 @@ TESTS = Path(__file__).parent
 # Torch reads it when it is imported, here and in the processes that tests start. Models of tests
 # are tiny, so more threads only wait for each other, while another worker of xdist has the core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# HTTP clients of tests share one context. Otherwise each of them, and each `httpx.get`, reads all
+# certificates, which takes 50 ms of CPU time, although tests use no TLS.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 # Examples are the same each time, so that a failure belongs to the commit. There is no deadline,
 # since the machine may be shared. `--hypothesis-profile=random` runs other examples each time.
