@@ -35,8 +35,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 @pytest.fixture(scope="module")
+def tiny_alone(tiny: Config) -> dict[int, list[int]]:
+    return texts(tiny, at_once=False, prefix=False)
+
+
+@pytest.fixture(scope="module")
 def latent(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return made(tmp_path_factory.mktemp("latent"), "deepseek_v3 q plain, dense 3, yarn 1")
+
+
+@pytest.fixture(scope="module")
+def latent_alone(latent: Config) -> dict[int, list[int]]:
+    return texts(latent, at_once=False, prefix=False)
 
 
 def texts(config: Config, *, at_once: bool = True, **sizes: object) -> dict[int, list[int]]:
@@ -66,9 +76,14 @@ HOW = pytest.mark.parametrize(
 
 
 @HOW
-def test_batching_changes_no_text_from_latents(latent: Config, sizes: dict[str, object]) -> None:
-    """A latent row has the bytes of its layout: 32 numbers, 8 rotated ones of 2 bytes, a scale."""
-    assert texts(latent, **sizes) == texts(latent, at_once=False, prefix=False)
+def test_batching_changes_no_text_from_latents(
+    latent: Config, latent_alone: dict[int, list[int]], sizes: dict[str, object]
+) -> None:
+    assert texts(latent, **sizes) == latent_alone
+
+
+def test_a_latent_row_has_the_bytes_of_its_layout(latent: Config) -> None:
+    """It has 32 numbers, 8 rotated ones of 2 bytes and a scale."""
     engine = WholeEngine(latent, cache_dtype="fp8", pages=9, page_tokens=16)
     (tensor, _), layers = engine.runner.caches.tensors, len(engine.runner.model.layers)
     assert tensor.nbytes == layers * 10 * 16 * 64 and tensor.shape[-1] == 32 + 2 * 8 + 16
@@ -76,9 +91,13 @@ def test_batching_changes_no_text_from_latents(latent: Config, sizes: dict[str, 
 
 
 @HOW
-def test_batching_changes_no_text(tiny: Config, sizes: dict[str, object]) -> None:
-    alone = texts(tiny, at_once=False, prefix=False)
-    assert texts(tiny, **sizes) == alone
+def test_batching_changes_no_text(
+    tiny: Config, tiny_alone: dict[int, list[int]], sizes: dict[str, object]
+) -> None:
+    assert texts(tiny, **sizes) == tiny_alone
+
+
+def test_keys_and_values_have_a_quarter_of_the_bytes(tiny: Config) -> None:
     wide = WholeEngine(tiny)
     assert wide.runner.caches.tensors[0].nbytes == 4 * texts_bytes(tiny)
 
