@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from nanovllm.adapters.folder import DEMO
 from tests.end_to_end.demo_server import Server, start
 from tests.end_to_end.test_replicas import SMALL, engines_of
+from tests.forks import with_server_packages
 from tests.server.serving import eventually
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -28,7 +28,7 @@ KEY = {"Authorization": "Bearer secret"}
 ASKED: dict[str, Any] = {
     "messages": [{"role": "user", "content": "What is nanovllm?"}],
     "temperature": 0,
-    "max_tokens": 80,
+    "max_tokens": 24,
 }
 
 
@@ -189,7 +189,7 @@ def test_a_bad_adapter_ends_the_start_with_one_line(tmp_path: Path, part: str) -
         change_config(tmp_path / "bad", use_dora=True)
     command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", "--device", "cpu"]
     command += ["--set", f"adapters.folder={tmp_path}"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    run = with_server_packages().start(command, timeout=300)
     last = run.stderr.splitlines()[-1]
     assert (run.returncode, last) == (2, f"error: adapter bad: {words}"), run.stderr
     assert run.stderr.count("bad") == 1 and "Traceback" not in run.stderr

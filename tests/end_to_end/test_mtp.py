@@ -18,8 +18,8 @@ from tests.models.tiny import HYBRID, NEXT, V3
 from tests.server.serving import eventually
 
 CHAT = "/v1/chat/completions"
-CONTEXT = 256
-SMALL = ("--set", "cache.pages=48", "--set", "cache.page_tokens=8", "--set", "schedule.slots=7",
+CONTEXT = 176
+SMALL = ("--set", "cache.pages=33", "--set", "cache.page_tokens=8", "--set", "schedule.slots=7",
          "--set", "schedule.step_tokens=72", "--set", f"server.max_model_tokens={CONTEXT}",
          "--device", "cpu")  # fmt: skip
 MTP = ("--set", "speculate={method: mtp, tokens: 3, adapt: false}")

@@ -32,9 +32,9 @@ def drafting(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 def questions() -> list[dict[str, Any]]:
     """Return requests. Half of them follow a grammar; some have reasoning, some with a budget."""
-    found = [structured("demo", number, turn) for number in range(0, 100, 12) for turn in range(2)]
-    for seed in range(4):
-        some = {"seed": seed, "temperature": 0.4 * seed, "max_tokens": 120}
+    found = [structured("demo", number, turn) for number in range(0, 100, 24) for turn in range(2)]
+    for seed in range(2):
+        some = {"seed": seed, "temperature": 0.7 * seed, "max_tokens": 80}
         found += [
             asked(REPEAT, **some),
             asked(REPEAT, **some, frequency_penalty=0.4, top_p=0.9, stop="green."),

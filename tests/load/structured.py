@@ -14,6 +14,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -176,6 +177,9 @@ SCHEMAS: list[Schema] = [
 ]  # fmt: skip
 
 
+ALL = range(len(SCHEMAS))
+
+
 @dataclass
 class Found:
     num_valid: int = 0
@@ -184,8 +188,10 @@ class Found:
     duration_s: float = 0.0
 
 
-async def run(url: str, model: str, count: int, concurrency: int) -> Found:
-    """Send `count` requests for each schema."""
+async def run(
+    url: str, model: str, count: int, concurrency: int, schemas: Sequence[int] = ALL
+) -> Found:
+    """Send `count` requests for each schema of the numbers `schemas`."""
     found, begun, places = Found(), time.monotonic(), asyncio.Semaphore(concurrency)
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
 
@@ -195,7 +201,7 @@ async def run(url: str, model: str, count: int, concurrency: int) -> Found:
                 answer = await client.post("/chat/completions", json=body)
                 judge(found, number, answer)
 
-        await asyncio.gather(*(one(n, t) for t in range(count) for n in range(len(SCHEMAS))))
+        await asyncio.gather(*(one(n, t) for t in range(count) for n in schemas))
     found.duration_s = round(time.monotonic() - begun, 1)
     return found
 
