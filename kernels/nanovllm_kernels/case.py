@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,11 +70,12 @@ def check(kernel: Kernel, case: Case, device: torch.device, slack: float = 1.0) 
     `slack` multiplies the allowed error. Triton's interpreter truncates to bfloat16, and a GPU
     rounds to nearest. So in the interpreter a rounding may be off by a whole ulp instead of half.
     """
-    args, reference_args = case.inputs(device), case.inputs(device)
+    inputs = case.inputs(device)  # which may take a kernel's run, and arguments may be overwritten
+    args, reference_args = deepcopy(inputs), deepcopy(inputs)
     with poisoned_memory():
         actual = kernel.outputs(kernel.run(*args), args)
     expected = kernel.outputs(kernel.reference(*reference_args), reference_args)
-    scales = kernel.scale(expected, case.inputs(device))
+    scales = kernel.scale(expected, inputs)
     shares = (worst_share(kernel, *three) for three in zip(actual, expected, scales, strict=True))
     return max(shares) / slack
 
@@ -94,12 +96,12 @@ def worst_share(kernel: Kernel, actual: Tensor, expected: Tensor, scale: Tensor)
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Fill new tensors with NaN, so that the check finds elements that are never written."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")  # does not import torch's compiler, for 2 s
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_deterministic_debug_mode(before)
 
 
 def normal(device: torch.device, *shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

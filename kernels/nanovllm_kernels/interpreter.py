@@ -8,20 +8,61 @@ the time. A Triton without these names runs as it is.
 - Integer operations are not repeated in 64 bits. The interpreter looks for overflow in that way,
   but its assertion has no effect unless `debug` is on, which no launch can set.
 - NumPy's types, and the shapes of types and tensors, are computed once each.
+- The first use of an operator with two types goes through Triton's promotion and broadcasting.
+  Later ones are a single NumPy function, which broadcasts itself (`Operators`).
+- bfloat16 is the upper half of float32, and types of 8 bits are looked up in a table.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from triton import language
 from triton.runtime import interpreter
 
-PRIVATE_NAMES = "_patch_lang", "_LangPatchScope", "_get_np_dtype", "interpreter_builder"
+PRIVATE_NAMES = (
+    "_patch_lang", "_patch_attr", "_LangPatchScope", "_get_np_dtype", "_convert_float",
+    "interpreter_builder", "interpreter_semantic", "TensorHandle",
+)  # fmt: skip
+SIGNED, UNSIGNED = ("int32", "int64"), ("uint32", "uint64")
+NUMBERS = ("fp32", *SIGNED, *UNSIGNED)
+WHOLE = slice(None)
+
+
+def quotient(x: Any, y: Any) -> Any:  # noqa: ANN401
+    """Return x / y rounded towards zero, as C does."""
+    return (x - np.fmod(x, y)) // y
+
+
+# Operators of tensors: a function of NumPy, and the types of elements for which it is the same.
+OPERATORS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "__add__": (operator.add, NUMBERS),
+    "__sub__": (operator.sub, NUMBERS),
+    "__mul__": (operator.mul, NUMBERS),
+    "__radd__": (operator.add, NUMBERS),
+    "__rsub__": (lambda x, y: y - x, NUMBERS),
+    "__rmul__": (operator.mul, NUMBERS),
+    "__truediv__": (operator.truediv, ("fp32",)),
+    "__floordiv__": (quotient, (*SIGNED, *UNSIGNED)),
+    "__mod__": (np.fmod, (*SIGNED, *UNSIGNED)),
+    "__lt__": (operator.lt, NUMBERS),
+    "__le__": (operator.le, NUMBERS),
+    "__gt__": (operator.gt, NUMBERS),
+    "__ge__": (operator.ge, NUMBERS),
+    "__eq__": (operator.eq, NUMBERS),
+    "__ne__": (operator.ne, NUMBERS),
+    "__and__": (operator.and_, ("int1", *SIGNED, *UNSIGNED)),
+    "__or__": (operator.or_, ("int1", *SIGNED, *UNSIGNED)),
+    "__xor__": (operator.xor, ("int1", *SIGNED, *UNSIGNED)),
+    "__lshift__": (operator.lshift, (*SIGNED, *UNSIGNED)),
+    "__rshift__": (operator.rshift, (*SIGNED, *UNSIGNED)),
+}
 
 
 class PatchedOnce:
@@ -98,6 +139,175 @@ class Shapes:
         tensor.numel, tensor.shape = type.of_tensor if type.is_block() else self.scalar
 
 
+def tensor_of(data: Any, kind: Any) -> Any:  # noqa: ANN401
+    """Return a tensor with NumPy's values of a type."""
+    handle = object.__new__(interpreter.TensorHandle)
+    handle.data, handle.dtype, handle.attr = data, kind.scalar, {}
+    return language.tensor(handle, kind)
+
+
+class Operators:
+    """Replacement of the interpreter's _patch_attr, which wraps the functions of triton.language.
+
+    An operation on certain types first runs as usual. If it converts no element, it is only a
+    function of NumPy from then on, and the type of its result is known.
+    """
+
+    def __init__(self, semantic: Any) -> None:  # noqa: ANN401
+        self.semantic = semantic
+        self.wrapped: dict[tuple[str, Any], Callable[..., Any]] = {}  # by name and function
+
+    def __call__(self, owner: Any, name: str, member: Any, _: object, scope: Any) -> None:  # noqa: ANN401
+        if (wrapped := self.wrapped.get((name, member))) is None:
+            wrapped = self.with_semantic(member)
+            if owner is language.tensor and name in OPERATORS:
+                wrapped = self.binary(name, wrapped)
+            elif owner is language.tensor and name == "__getitem__":
+                wrapped = self.index(wrapped)
+            elif name == "where":
+                wrapped = self.choice(wrapped)
+            self.wrapped[name, member] = wrapped
+        scope.set_attr(owner, name, wrapped)
+
+    def with_semantic(self, member: Callable[..., Any]) -> Callable[..., Any]:
+        semantic = self.semantic
+
+        def call(*values: Any, **named: Any) -> Any:  # noqa: ANN401
+            named["_semantic"] = semantic
+            return member(*values, **named)
+
+        return call
+
+    @staticmethod
+    def binary(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
+        compute, elements = OPERATORS[name]
+        known: dict[tuple[Any, Any], Any] = {}  # a function and the result's type by those of x, y
+
+        def apply(x: Any, y: Any) -> Any:  # noqa: ANN401
+            y = y.value if y.__class__ is language.constexpr else y
+            is_tensor = y.__class__ is language.tensor
+            key = x.type.name, y.type.name if is_tensor else y.__class__
+            if plan := known.get(key):
+                return tensor_of(plan[0](x.handle.data, y.handle.data if is_tensor else y), plan[1])
+            result = usual(x, y)
+            if x.dtype.is_ptr():
+                offset = y.dtype.name in SIGNED if is_tensor else y.__class__ is int
+                moves = name == "__add__" and offset
+                known[key] = (partial(moved, bytes_of(x)), result.type) if moves else ()
+            else:
+                known[key] = (compute, result.type) if converts_nothing(x, y, elements) else ()
+            return result
+
+        return apply
+
+    @staticmethod
+    def choice(usual: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `where`, which takes each element from one of two values."""
+        known: dict[tuple[Any, ...], Any] = {}  # the result's type by those of the arguments
+
+        def apply(condition: Any, x: Any, y: Any) -> Any:  # noqa: ANN401
+            values = [x.value if x.__class__ is language.constexpr else x for x in (x, y)]
+            tensors = [x.__class__ is language.tensor for x in values]
+            if condition.__class__ is not language.tensor or not any(tensors):
+                return usual(condition, x, y)
+            pairs = [*zip(values, tensors, strict=True)]
+            key = condition.type.name, *[x.type.name if ok else x.__class__ for x, ok in pairs]
+            if (kind := known.get(key)) is not None:
+                data = [x.handle.data if ok else x for x, ok in pairs]
+                return tensor_of(np.where(condition.handle.data, *data), kind)
+            result = usual(condition, x, y)
+            first, second = values if tensors[0] else reversed(values)
+            if condition.dtype.name == "int1" and converts_nothing(first, second, NUMBERS):
+                known[key] = result.type
+            return result
+
+        return apply
+
+    @staticmethod
+    def index(usual: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `__getitem__`, which only adds dimensions."""
+        known: dict[tuple[Any, ...], Any] = {}  # the result's type by that of x and the index
+
+        def apply(x: Any, slices: Any) -> Any:  # noqa: ANN401
+            if slices.__class__ is not tuple or not x.type.is_block():
+                return usual(x, slices)
+            if not all(one is None or (one.__class__ is slice and one == WHOLE) for one in slices):
+                return usual(x, slices)
+            key = x.type.name, *[one is None for one in slices]
+            if (kind := known.get(key)) is not None:
+                return tensor_of(x.handle.data[slices], kind)
+            result = usual(x, slices)
+            known[key] = result.type
+            return result
+
+        return apply
+
+
+def converts_nothing(x: Any, y: Any, elements: tuple[str, ...]) -> bool:  # noqa: ANN401
+    """Return True if NumPy's result of a tensor and a tensor or number has the type of Triton's."""
+    kind = x.dtype.name
+    if kind not in elements or y.__class__ is not language.tensor:
+        number = (int, float) if kind == "fp32" else (int,)
+        return kind in elements and kind != "int1" and y.__class__ in number
+    return kind == y.dtype.name or (kind in SIGNED and y.dtype.name in SIGNED)
+
+
+def bytes_of(pointers: Any) -> int:  # noqa: ANN401
+    return max(1, pointers.dtype.element_ty.primitive_bitwidth // 8)
+
+
+def moved(size: int, pointers: Any, offsets: Any) -> Any:  # noqa: ANN401
+    """Return pointers to other elements of `size` bytes."""
+    if offsets.__class__ is int:
+        return pointers + np.uint64(offsets * size % 2**64)
+    return pointers + offsets.astype(np.uint64) * np.uint64(size)
+
+
+class Broadcasts:
+    """Replacement of the interpreter's broadcast_impl_value, which gives two tensors one shape."""
+
+    def __init__(self, broadcast: Callable[..., Any]) -> None:
+        self.broadcast = broadcast
+        self.known: dict[tuple[str, str], tuple[Any, Any]] = {}  # types of the results by name
+
+    def __call__(self, x: Any, y: Any) -> tuple[Any, Any]:  # noqa: ANN401
+        key = x.type.name, y.type.name
+        if (kinds := self.known.get(key)) is None:
+            wide = self.broadcast(x, y)
+            self.known[key] = kinds = wide[0].type, wide[1].type
+        return self.widen(x, kinds[0]), self.widen(y, kinds[1])
+
+    @staticmethod
+    def widen(x: Any, kind: Any) -> Any:  # noqa: ANN401
+        if x.type.name == kind.name:
+            return x
+        data = np.empty(kind.shape.values, x.handle.data.dtype)
+        data[...] = x.handle.data
+        return tensor_of(data, kind)
+
+
+class Conversions:
+    """Replacement of the interpreter's _convert_float, which takes floats apart bit by bit."""
+
+    def __init__(self, convert: Callable[..., Any]) -> None:
+        self.convert = convert
+        self.tables: dict[tuple[str, str], Any] = {}  # of all values of 8 bits
+
+    def __call__(self, data: Any, old: Any, new: Any, rounding: Any) -> Any:  # noqa: ANN401
+        """Return the bits of the converted values, as integers."""
+        if old.name == "bf16" and new.name == "fp32":
+            return data.astype(np.uint32) << np.uint32(16)
+        if old.name == "fp32" and new.name == "bf16" and rounding is None:
+            return (data.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        if old.primitive_bitwidth == 8 < new.primitive_bitwidth:
+            key = old.name, new.name
+            if (table := self.tables.get(key)) is None:
+                every = np.arange(256, dtype=np.uint8)
+                table = self.tables[key] = self.convert(every, old, new, rounding)
+            return table[data.view(np.uint8)]
+        return self.convert(data, old, new, rounding)
+
+
 def patch_once() -> None:
     """Let kernels run faster in this process's interpreter. Further calls change nothing."""
     if not all(hasattr(interpreter, name) for name in PRIVATE_NAMES):
@@ -105,8 +315,11 @@ def patch_once() -> None:
     if isinstance(interpreter._patch_lang, PatchedOnce):
         return
     interpreter._patch_lang = PatchedOnce(interpreter._patch_lang)
+    interpreter._patch_attr = Operators(interpreter.interpreter_semantic)
+    interpreter._convert_float = Conversions(interpreter._convert_float)
     interpreter._get_np_dtype = NumpyTypes(interpreter._get_np_dtype)
-    builder = interpreter.interpreter_builder
+    semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
+    semantic.broadcast_impl_value = Broadcasts(semantic.broadcast_impl_value)
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
     shapes = Shapes(language.block_type.__init__)
     language.block_type.__init__ = lambda *given: shapes.set_type(*given)
