@@ -104,8 +104,8 @@ def captured(
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "ROUNDS", 1)
-    monkeypatch.setattr(bench, "STEPS", 1)
+    """Take no times, since they are more than half of a comparison."""
+    monkeypatch.setattr(bench, "seconds_of", lambda step, device: 0.001)
 
 
 @pytest.fixture(scope="module")
@@ -135,11 +135,47 @@ def draws_of(runner: Runner) -> list[GraphCost]:
     return [graph for graph in measure(runner, range(1, 7)) if graph.differences is not None]
 
 
+@dataclass
+class Faithful:
+    """Costs of draws without a fault, which are timed, and the results that were compared."""
+
+    costs: list[GraphCost]
+    results: list[list[Tensor]]
+    changes_lengths: bool  # of prompts
+
+
+@pytest.fixture(scope="module")
+def faithful(runners: Callable[[str], Runner]) -> Callable[[str], Faithful]:
+    """Return a function of a method's name. Draws are measured once."""
+    made: dict[str, Faithful] = {}
+    seconds_of, results = bench.seconds_of, draws.results
+
+    def measured(method: str) -> Faithful:
+        runner, compared = runners(method), []
+        before = runner.slots.prompt_lengths_N.clone()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bench, "ROUNDS", 1)
+            patch.setattr(bench, "STEPS", 1)
+            patch.setattr(bench, "seconds_of", seconds_of)
+            patch.setattr(
+                draws, "results", lambda *given: compared.append(results(*given)) or compared[-1]
+            )
+            costs = draws_of(runner)
+        return Faithful(costs, compared, not torch.equal(runner.slots.prompt_lengths_N, before))
+
+    def faithful_of(method: str) -> Faithful:
+        if method not in made:
+            made[method] = measured(method)
+        return made[method]
+
+    return faithful_of
+
+
 @pytest.mark.parametrize("method", [*METHODS, *HEADS])
-def test_faithful_draws_have_no_differences(runners: Callable[[str], Runner], method: str) -> None:
-    runner = runners(method)
-    before = runner.slots.prompt_lengths_N.clone()
-    found = draws_of(runner)
+def test_faithful_draws_have_no_differences(
+    faithful: Callable[[str], Faithful], method: str
+) -> None:
+    found = faithful(method).costs
     names = ["draw", "draw without drafts"] if method in MODELS else ["draw"]
     if method in DRAFTING:
         names += [f"{name} of {1 + DRAFTS}" for name in (*names, *FEW_ROWS)]
@@ -148,20 +184,15 @@ def test_faithful_draws_have_no_differences(runners: Callable[[str], Runner], me
     assert all(graph.differences == 0 and graph.is_right for graph in found)
     assert all(graph.replay_ms > 0 and graph.eager_ms > 0 for graph in found)
     assert (found[0].capture_ms, found[0].memory_mib) == (250.0, 3.0)
-    assert torch.equal(runner.slots.prompt_lengths_N, before)
+    assert not faithful(method).changes_lengths
 
 
 @pytest.mark.parametrize("method", DRAFTING)
 def test_rows_accept_and_reject_and_find_drafts_and_do_not(
-    runners: Callable[[str], Runner], method: str, monkeypatch: pytest.MonkeyPatch
+    faithful: Callable[[str], Faithful], method: str
 ) -> None:
     """Otherwise equal drafts would mean little."""
-    compared, results = [], draws.results
-    monkeypatch.setattr(
-        draws, "results", lambda *given: compared.append(results(*given)) or compared[-1]
-    )
-    draws_of(runners(method))
-    wide = [found for found in compared if found[0].shape[1] == 1 + DRAFTS]
+    wide = [found for found in faithful(method).results if found[0].shape[1] == 1 + DRAFTS]
     new_R = torch.cat([(tokens_RW >= 0).sum(1) for tokens_RW, *_ in wide])
     assert len(wide) >= 4
     if method != "synthetic":  # accepts by chance
@@ -178,33 +209,47 @@ def test_rows_accept_and_reject_and_find_drafts_and_do_not(
     assert len(drafts_RX[:, 1:].unique()) >= 6
 
 
+def wrong_after(runner: Runner, **faults: Callable[[Any], object]) -> set[str]:
+    """Return the names of draws that are found wrong. Those of a name are wrong in all widths."""
+    graphs = runner.graphs.plain.draws
+    for name, each in graphs.items():
+        for one in each.captured.values():
+            one.graph.fault = faults.get(name, lambda made: None)
+    is_right = dict[str, set[bool]]()
+    for cost in draws_of(runner):
+        name = cost.mode.removeprefix("FULL/").removesuffix(f" of {1 + DRAFTS}")
+        is_right.setdefault(name, set()).add(cost.is_right)
+    assert is_right.keys() <= graphs.keys() and all(len(each) == 1 for each in is_right.values())
+    return {name for name, each in is_right.items() if each == {False}}
+
+
 @pytest.mark.parametrize("method", [*METHODS, *HEADS])
 def test_each_fault_of_a_draw_is_found(runners: Callable[[str], Runner], method: str) -> None:
     """A draw loses a result, or all of them."""
-    runner = runners(method)
+    runner = captured(runners(method), tokens=[12])
     slots = runner.slots
     lengths_N, tokens_NL = torch.zeros_like(slots.lengths_N), torch.zeros_like(slots.tokens_NL)
-
-    def found(fault: Callable[[Any], object], name: str = "draw") -> set[bool]:
-        costs = draws_of(captured(runner, {name: fault}, [12]))
-        others = [
-            cost for cost in costs if not cost.mode.removesuffix(" of 4").endswith(f"/{name}")
-        ]
-        assert all(cost.is_right for cost in others)
-        return {cost.is_right for cost in costs if cost not in others}
-
-    assert found(lambda made: None) == {True}
-    assert found(lambda made: made.tokens_RW.fill_(3)) == {False}
-    assert found(lambda made: slots.lengths_N.copy_(lengths_N)) == {False}
-    assert found(lambda made: slots.tokens_NL.copy_(tokens_NL)) == {False}
+    faults: list[Callable[[Any], object]] = [
+        lambda made: made.tokens_RW.fill_(3),
+        lambda made: slots.lengths_N.copy_(lengths_N),
+        lambda made: slots.tokens_NL.copy_(tokens_NL),
+    ]
     if method in DRAFTING:
-        assert found(lambda made: made.drafts_RX[:, -1].fill_(7)) == {False}
+        faults.append(lambda made: made.drafts_RX[:, -1].fill_(7))
+    for fault in faults:
+        assert wrong_after(runner, draw=fault) == {"draw"}
     if method in MODELS:
         last = runner.caches.by_layer[max(runner.caches.by_layer)]
-        for pages in (last.k_PSGA, last.v_PSGA):
-            for name in runner.graphs.plain.draws:
-                is_right = not pages.numel()  # latents have no values
-                assert found(lambda made, pages=pages: pages.zero_(), name) == {is_right}
+        names = list(runner.graphs.plain.draws)
+        clear: list[Callable[[Any], object]] = [
+            lambda made: last.k_PSGA.zero_(),
+            lambda made: last.v_PSGA.zero_(),
+        ]
+        for odd in (0, 1):  # each name loses keys in one comparison, and values in the other
+            given = {name: clear[(nth + odd) % 2] for nth, name in enumerate(names)}
+            found = {name for nth, name in enumerate(names) if (nth + odd) % 2 == 0}
+            # Latents have no values.
+            assert wrong_after(runner, **given) == (set(names) if last.v_PSGA.numel() else found)
 
 
 def test_a_draw_that_reads_other_rows_or_does_nothing_is_found(
@@ -321,6 +366,7 @@ def adapters() -> Runner:
     """Return a runner that drafts by a model. All its graphs are captured."""
     runner = small_demo(
         SLOTS,
+        "model.num_layers=2",
         "load.format=dummy",
         "adapters={folder: dummy, slots: 3, max_rank: 16}",
         f"speculate={{method: draft_model, tokens: {DRAFTS}}}",
