@@ -18,10 +18,11 @@ from tests.models.tiny import HYBRID, NEXT, V3, config_of
 from tests.whole_engine import GREEDY, WholeEngine, prompts_of
 
 PAGE_TOKENS, DRAFTS, MAX_NEW = 4, 3, 24
+TWO_LAYERS = dict(num_hidden_layers=2, full_attention_interval=2)  # one of each kind
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": V3,
-    "qwen3_next": NEXT,
-    "qwen3_5_text": HYBRID,
+    "qwen3_next": {**NEXT, **TWO_LAYERS},
+    "qwen3_5_text": {**HYBRID, **TWO_LAYERS},
 }
 SAMPLINGS = {"greedy": GREEDY, "seeded": Sampling(temperature=0.7, seed=4)}
 
@@ -157,7 +158,7 @@ def test_logprobs_are_those_of_the_target(config: Config) -> None:
 def test_a_prefix_hit_before_the_first_draft(config: Config) -> None:
     """Hits are those without drafts, and acceptance stays as it is."""
     prompt = prompts_of(1, 5)[0][:22]
-    asks = [Ask([*prompt, tail], 16) for tail in (4, 4, 9)] * 6
+    asks = [Ask([*prompt, tail], 16) for tail in (4, 4, 9)] * 4
     cached, rates = [], []
     for tokens in (0, DRAFTS):
         speculate = Speculate(method="mtp", tokens=tokens, adapt=False) if tokens else None
