@@ -27,6 +27,7 @@ from nanovllm.config import ConfigError, load_config
 from nanovllm.server.main import MOST_FILES
 from tests.bench.test_online import free_port, no_bar
 from tests.end_to_end.demo_server import Server, has_left, start
+from tests.forks import with_server_packages
 from tests.server.serving import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +46,7 @@ def take_hangups() -> None:
 def served(port: int, *arguments: str, **how: Any) -> Iterator[subprocess.Popen[bytes]]:
     """Yield a server whose output is not read. It ends with the block."""
     command = [*SERVE, "--port", str(port), *FAST, *arguments]
-    process = subprocess.Popen(command, cwd=ROOT, **how)
+    process = with_server_packages().popen(command, cwd=ROOT, **how)
     try:
         eventually(lambda: answers(port), 60)
         yield process
@@ -269,9 +270,7 @@ def test_connections_beyond_a_shells_usual_limit_of_descriptors() -> None:
 
 
 def refused(*arguments: str, **how: Any) -> str:
-    run = subprocess.run(
-        [*SERVE, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, **how
-    )
+    run = with_server_packages().start([*SERVE, *arguments], timeout=60, cwd=ROOT, **how)
     assert run.returncode == 2, run.stdout + run.stderr
     (line,) = run.stderr.splitlines()
     return line
@@ -409,7 +408,7 @@ def small() -> Iterator[tuple[str, list[dict[str, Any]], subprocess.Popen[str]]]
     """Yield a demo with a cache below its context and a JSON log: URL, lines so far, process."""
     command = [*SERVE, "--port", "0", "--set", "cache.cpu_gib=0.01", "--log-format", "json"]
     environment = {**os.environ, "NANOVLLM_API_KEY": "of-the-night"}
-    process = subprocess.Popen(
+    process = with_server_packages().popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment
     )
     assert process.stdout is not None

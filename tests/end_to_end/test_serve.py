@@ -14,6 +14,7 @@ import pytest
 
 from nanovllm.config import DEMO
 from tests.end_to_end.demo_server import Server
+from tests.forks import with_server_packages
 from tests.server.serving import eventually
 
 QUESTION = [{"role": "user", "content": "What is nanovllm, and how do I serve a recipe with it?"}]
@@ -22,7 +23,7 @@ QUESTION = [{"role": "user", "content": "What is nanovllm, and how do I serve a 
 def refuse(*arguments: str) -> str:
     """Start a server that must refuse with exit code 2, and return its only line."""
     command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    run = with_server_packages().start(command, timeout=120)
     assert run.returncode == 2, run.stdout + run.stderr
     assert "Traceback" not in run.stdout + run.stderr
     (line,) = run.stderr.strip().splitlines()
