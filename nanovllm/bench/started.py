@@ -48,13 +48,20 @@ def started(command: Sequence[str], url: str) -> Iterator[LiveServer]:
 
     Raise NotStarted with the server's last lines if it does not start.
     """
-    if _is_healthy(url):
-        raise ConfigError(f"another server already listens at {url}; stop it, or set server.port")
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
+    # One client for all turns, since each new one reads all certificates for 50 ms of CPU time.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    with (
+        httpx.Client(timeout=5.0, trust_env=False, limits=limits) as http,
+        tempfile.TemporaryFile("w+", errors="replace") as output,
+    ):
+        if _is_healthy(http, url):
+            raise ConfigError(
+                f"another server already listens at {url}; stop it, or set server.port"
+            )
         begin = time.perf_counter()
         server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
-            while not _is_healthy(url):
+            while not _is_healthy(http, url):
                 if server.poll() is not None or time.perf_counter() - begin > READY_S:
                     output.seek(0)
                     tail = "".join(output.readlines()[-5:]).strip()
@@ -114,8 +121,8 @@ def cpu_facts(
     }
 
 
-def _is_healthy(url: str) -> bool:
+def _is_healthy(http: httpx.Client, url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health", timeout=5.0, trust_env=False).status_code == 200
+        return http.get(f"{url}/health").status_code == 200
     except httpx.HTTPError:
         return False

@@ -6,6 +6,7 @@ import asyncio
 import json
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from nanovllm.bench import store
 from nanovllm.bench.measure import Sample
 from nanovllm.bench.record import Record
 from nanovllm.config import ConfigError
+from tests.forks import with_server_packages
 from tests.load import arriving, copies, disk_tier, returning
 from tests.load.arriving import Round, Window, gaps_ms, num_steps, slowest
 from tests.load.tiered import TieredServer, serving
@@ -32,7 +34,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TieredServer]:
         *(f"cache.page_tokens={PAGE}", "cache.pages=96", f"cache.host_gib={160 * page_gib}"),
         "cache.disk=" + json.dumps({"path": str(folder), "gib": 0.1}),
     ]
-    with serving("demo", sets) as (_, started):
+    with ExitStack() as stack:
+        with with_server_packages().starts():
+            _, started = stack.enter_context(serving("demo", sets))
         assert (started.page_tokens, started.gpu_pages, started.pages("host")) == (PAGE, 96, 160)
         yield started
 
