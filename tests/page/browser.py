@@ -18,6 +18,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
 T = TypeVar("T")
+POLL_S = 0.05  # each look takes 10 ms of CPU time in three processes
 MISSING = "the page's tests need Chromium: apt-get install -y chromium chromium-driver"
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 PROGRAMS = (("chromium", "chromium-browser", "google-chrome"), ("chromedriver",))
@@ -94,7 +95,7 @@ class Page:
         deadline = time.monotonic() + timeout_s
         while not (found := check()):
             assert time.monotonic() < deadline, f"it never came true; {self.complaints()}"
-            time.sleep(0.02)
+            time.sleep(POLL_S)
         return found
 
     def say(self, text: str) -> None:
