@@ -125,7 +125,8 @@ def load(config: Config, resolved: Resolved) -> tuple[Decoder, DraftModel | None
     Meanwhile compile CuTe DSL kernels to disk.
     """
     check_room(resolved)
-    use_folder(cache_dir())
+    if resolved.device.type == "cuda":
+        use_folder(cache_dir())
     model = resolved.empty_model(resolved.device)
     draft_model = resolved.empty_draft_model(model, resolved.device)
     with compile_in_background([] if resolved.mesh.rank else jobs_of(resolved, model, draft_model)):
