@@ -32,6 +32,7 @@ PROGRAMS = 4  # few, so that some have several chunks
 ONE_HOP, TWO_HOPS, LONG = 1 << 40, -1, None
 SHARE_BYTES = 1 << 14  # some messages take several launches
 PATIENCE_S = 120
+NAP_S = 1e-3  # of a rank that has not received anything since it last looked
 EPS = 1e-6
 # Tolerances are for the interpreter, which truncates to bfloat16, three times if there is a norm.
 OFF = {torch.bfloat16: 2**-5, torch.float16: 2**-10}
@@ -157,9 +158,15 @@ def rank_main(rank: int, buffers: list[Tensor], landed: list[Tensor], pipe: Conn
     InterpreterBuilder.create_masked_store = store_once
     load, add = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_atomic_rmw
 
+    last = b""
+
     def patient_load(self, ptrs, mask, other, cache, volatile):
-        time.sleep(1e-4 if volatile else 0)  # let other processes use this core
-        return load(self, ptrs, mask, other, cache, volatile)
+        nonlocal last
+        found = load(self, ptrs, mask, other, cache, volatile)
+        if volatile:
+            before, last = last, found.data.tobytes()
+            time.sleep(NAP_S if last == before else 0)  # let other processes use this core
+        return found
 
     def patient_add(self, *args):
         time.sleep(1e-4)
@@ -180,7 +187,7 @@ def rank_main(rank: int, buffers: list[Tensor], landed: list[Tensor], pipe: Conn
             peers = replace(peers, landings=landings)
         else:
             peers = replace(peers, hop_bytes=call.hop_bytes)
-        outputs = [output.tolist() for output in call.run(peers)]
+        outputs = [one.contiguous().view(torch.uint8).numpy().tobytes() for one in call.run(peers)]
         pipe.send((outputs, (set(calls_X.tolist()), calls_P.tolist())))
 
 
@@ -203,11 +210,11 @@ class Ranks:
             expected = call.expected(len(self.pipes))
             for rank, (outputs, counters) in enumerate(found):
                 assert counters == ({self.calls}, self.long_calls)
-                assert str(outputs) == str(found[0][0]), (rank, call)
+                assert outputs == found[0][0], (rank, call)
                 for output, wanted in zip(outputs, expected, strict=True):
                     off = call.off(wanted.dtype)
                     torch.testing.assert_close(
-                        torch.tensor(output, dtype=wanted.dtype),
+                        torch.frombuffer(bytearray(output), dtype=wanted.dtype).view(wanted.shape),
                         wanted,
                         rtol=off,
                         atol=off / 100,
@@ -220,7 +227,7 @@ class Ranks:
         more = call.long_calls(len(self.pipes))
         self.long_calls = [a + b for a, b in zip(self.long_calls, more, strict=True)]
 
-    def answer(self, pipe: Connection) -> tuple[list, tuple[set[int], list[int]]]:
+    def answer(self, pipe: Connection) -> tuple[list[bytes], tuple[set[int], list[int]]]:
         assert pipe.poll(PATIENCE_S), "a rank waits for ever"
         return pipe.recv()
 
@@ -296,7 +303,7 @@ def test_calls_of_all_sizes_follow_each_other(ranks, hop_bytes) -> None:
         *(Call("norm", T, 32, seed=T, hop_bytes=hop_bytes) for T in rows),
         Call("sum", 9, 1024, torch.bfloat16, hop_bytes=hop_bytes),
         *(Call("gather", T, 1) for T in (1, 2561, 1)),
-        *(Call("norm", T, 1000, seed=T, hop_bytes=hop_bytes) for T in (50, 3, 17)),
+        *(Call("norm", T, 1000, seed=T, hop_bytes=hop_bytes) for T in (34, 3, 17)),
     )
 
 
