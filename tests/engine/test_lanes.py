@@ -42,8 +42,6 @@ def test_text_is_that_of_one_rank(
     overrides = {**CASES[family][1], COUNTS[family]: 12, "vocab_size": 5003}
     if family == "deepseek_v3":
         overrides["n_group"] = 6
-    if family == "qwen3_next":  # a layer of each kind
-        overrides |= {"num_hidden_layers": 2, "full_attention_interval": 2}
     make_tiny(tmp_path, family, **overrides)
     config = config_of(tmp_path)
     expected = text_of(WholeEngine(config, speculate=drafts, **SMALL))

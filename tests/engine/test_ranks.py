@@ -36,7 +36,7 @@ from tests.parallel.test_mesh import COUNTS
 from tests.whole_engine import GREEDY, WholeEngine, prompts_of
 
 SMALL = dict(pages=24, slots=4, step_tokens=24, max_tokens=90)  # chunked prompts and preemptions
-NUM_REQUESTS = 8
+NUM_REQUESTS = 10
 EVERYTHING = Sampling(
     temperature=0.9,
     seed=9,
@@ -96,14 +96,15 @@ def ranked(config: Config, tp: int, folder: Path, **sizes: Any) -> Iterator[Whol
 def text_of(engine: WholeEngine) -> dict[int, list[int]]:
     """Return the texts of requests of all kinds. The last finds a cached prefix."""
     prompts = prompts_of(NUM_REQUESTS)
-    kinds = [  # each with and without a grammar, except the second
-        Sampling(temperature=0.0, logprobs=3),
+    kinds = [
+        GREEDY,
         Sampling(temperature=0.8, seed=7),
         Sampling(temperature=1.0, seed=8, top_p=0.9, top_k=20, presence_penalty=0.5),
+        Sampling(temperature=0.0, logprobs=3),
         EVERYTHING,
     ]
     for at, prompt in enumerate(prompts):
-        engine.submit(at, prompt, 14, kinds[at % 4], grammar="even" if at % 3 == 0 else "")
+        engine.submit(at, prompt, 14, kinds[at % 5], grammar="even" if at % 3 == 0 else "")
     engine.run()
     engine.submit(NUM_REQUESTS, prompts[0], 4)
     engine.run()

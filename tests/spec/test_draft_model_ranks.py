@@ -38,7 +38,7 @@ def test_ranks_draft_alike(tp: int, vocab_size: int, tmp_path: Path) -> None:
         assert text_of(engine) == expected
         found, usual = engine.scheduler.stats(), alone.scheduler.stats()
         assert found.accepted_by_position == usual.accepted_by_position
-        assert found.accepted_tokens > 30
+        assert found.accepted_tokens > 40
         assert engine.runner.model.layers[0].mlp.down.weight.shape[1] == 96 // tp
         own = engine.runner.draft_model.decoder.layers[0].mlp.down.weight
         assert own.shape[1] == 96
