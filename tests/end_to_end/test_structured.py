@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from tests.end_to_end import demo_server
 from tests.end_to_end.demo_server import THINK
 from tests.forks import HELPER
-from tests.load.structured import ALL, NAMES, SCHEMAS, run
+from tests.load.structured import SCHEMAS, run
 
 ADA = "Maria is 34 years old, lives in Lima and works as a doctor. Describe her as JSON."
 WEATHER = "What is the weather in Oslo and in Lima?"
@@ -142,13 +142,9 @@ def test_a_refused_grammar_leaves_other_streams_alone(server) -> None:
 
 
 def test_a_slice_of_the_acceptance_run(server) -> None:
-    """It has each part of schemas alone, a quarter of the combinations, and the shared ones."""
-    combinations = range(len(NAMES), len(SCHEMAS) - 3)
-    some = [n for n in ALL if n not in combinations or n % 4 == 0]
-    url = f"{server.url}/v1"
-    found = asyncio.run(run(url, "demo", count=1, concurrency=32, schemas=some))
+    found = asyncio.run(run(f"{server.url}/v1", "demo", count=1, concurrency=16))
     assert found.failures == []
-    assert found.num_valid == len(some) == 65 and len(SCHEMAS) == 100
+    assert found.num_valid == len(SCHEMAS) == 100
 
 
 def test_heavy_grammars_whose_clients_leave_hold_nobody(server) -> None:

@@ -14,7 +14,6 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -177,9 +176,6 @@ SCHEMAS: list[Schema] = [
 ]  # fmt: skip
 
 
-ALL = range(len(SCHEMAS))
-
-
 @dataclass
 class Found:
     num_valid: int = 0
@@ -188,10 +184,8 @@ class Found:
     duration_s: float = 0.0
 
 
-async def run(
-    url: str, model: str, count: int, concurrency: int, schemas: Sequence[int] = ALL
-) -> Found:
-    """Send `count` requests for each schema of the numbers `schemas`."""
+async def run(url: str, model: str, count: int, concurrency: int) -> Found:
+    """Send `count` requests for each schema."""
     found, begun, places = Found(), time.monotonic(), asyncio.Semaphore(concurrency)
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
 
@@ -201,7 +195,7 @@ async def run(
                 answer = await client.post("/chat/completions", json=body)
                 judge(found, number, answer)
 
-        await asyncio.gather(*(one(n, t) for t in range(count) for n in schemas))
+        await asyncio.gather(*(one(n, t) for t in range(count) for n in range(len(SCHEMAS))))
     found.duration_s = round(time.monotonic() - begun, 1)
     return found
 
