@@ -65,7 +65,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_runtest_teardown(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, object, object]:
-    """Exempt also what a file of tests leaves, for example compiled functions."""
+    """Exempt what a file of tests leaves, for example compiled functions, from collection too."""
     result = yield
     if nextitem is None or nextitem.path != item.path:
         gc.collect()

@@ -70,7 +70,8 @@ def check(kernel: Kernel, case: Case, device: torch.device, slack: float = 1.0) 
     `slack` multiplies the allowed error. Triton's interpreter truncates to bfloat16, and a GPU
     rounds to nearest. So in the interpreter a rounding may be off by a whole ulp instead of half.
     """
-    inputs = case.inputs(device)  # which may take a kernel's run, and arguments may be overwritten
+    # Made once, since some cases run a kernel for them. A kernel may overwrite its arguments.
+    inputs = case.inputs(device)
     args, reference_args = deepcopy(inputs), deepcopy(inputs)
     with poisoned_memory():
         actual = kernel.outputs(kernel.run(*args), args)

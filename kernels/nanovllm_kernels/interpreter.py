@@ -30,8 +30,9 @@ PRIVATE_NAMES = (
     "_patch_lang", "_patch_attr", "_LangPatchScope", "_get_np_dtype", "_convert_float",
     "interpreter_builder", "interpreter_semantic", "TensorHandle",
 )  # fmt: skip
-SIGNED, UNSIGNED = ("int32", "int64"), ("uint32", "uint64")
-NUMBERS = ("fp32", *SIGNED, *UNSIGNED)
+SIGNED = ("int32", "int64")
+INTEGERS = (*SIGNED, "uint32", "uint64")
+NUMBERS = ("fp32", *INTEGERS)
 WHOLE = slice(None)
 
 
@@ -49,19 +50,19 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "__rsub__": (lambda x, y: y - x, NUMBERS),
     "__rmul__": (operator.mul, NUMBERS),
     "__truediv__": (operator.truediv, ("fp32",)),
-    "__floordiv__": (quotient, (*SIGNED, *UNSIGNED)),
-    "__mod__": (np.fmod, (*SIGNED, *UNSIGNED)),
+    "__floordiv__": (quotient, INTEGERS),
+    "__mod__": (np.fmod, INTEGERS),
     "__lt__": (operator.lt, NUMBERS),
     "__le__": (operator.le, NUMBERS),
     "__gt__": (operator.gt, NUMBERS),
     "__ge__": (operator.ge, NUMBERS),
     "__eq__": (operator.eq, NUMBERS),
     "__ne__": (operator.ne, NUMBERS),
-    "__and__": (operator.and_, ("int1", *SIGNED, *UNSIGNED)),
-    "__or__": (operator.or_, ("int1", *SIGNED, *UNSIGNED)),
-    "__xor__": (operator.xor, ("int1", *SIGNED, *UNSIGNED)),
-    "__lshift__": (operator.lshift, (*SIGNED, *UNSIGNED)),
-    "__rshift__": (operator.rshift, (*SIGNED, *UNSIGNED)),
+    "__and__": (operator.and_, ("int1", *INTEGERS)),
+    "__or__": (operator.or_, ("int1", *INTEGERS)),
+    "__xor__": (operator.xor, ("int1", *INTEGERS)),
+    "__lshift__": (operator.lshift, INTEGERS),
+    "__rshift__": (operator.rshift, INTEGERS),
 }
 
 
@@ -191,11 +192,11 @@ class Operators:
                 return tensor_of(plan[0](x.handle.data, y.handle.data if is_tensor else y), plan[1])
             result = usual(x, y)
             if x.dtype.is_ptr():
-                offset = y.dtype.name in SIGNED if is_tensor else y.__class__ is int
-                moves = name == "__add__" and offset
-                known[key] = (partial(moved, bytes_of(x)), result.type) if moves else ()
-            else:
-                known[key] = (compute, result.type) if converts_nothing(x, y, elements) else ()
+                is_offset = y.dtype.name in SIGNED if is_tensor else y.__class__ is int
+                if name == "__add__" and is_offset:
+                    known[key] = partial(moved, bytes_of(x)), result.type
+            elif converts_nothing(x, y, elements):
+                known[key] = compute, result.type
             return result
 
         return apply

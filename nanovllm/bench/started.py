@@ -48,7 +48,8 @@ def started(command: Sequence[str], url: str) -> Iterator[LiveServer]:
 
     Raise NotStarted with the server's last lines if it does not start.
     """
-    # One client for all turns, since each new one reads all certificates for 50 ms of CPU time.
+    # One client for all polls, since each new one reads all certificates for 50 ms of CPU time. It
+    # keeps no connection to the server during the measurement.
     limits = httpx.Limits(max_keepalive_connections=0)
     with (
         httpx.Client(timeout=5.0, trust_env=False, limits=limits) as http,
